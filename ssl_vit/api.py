@@ -27,7 +27,7 @@ from ssl_vit.evaluators.labels import set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.evaluators.parts import UNFINISHED, Parts
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
-from ssl_vit.files import sha256, writable, write_json
+from ssl_vit.files import WEIGHTS, sha256, writable, write_json
 from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.progress import Say, silent
@@ -254,7 +254,7 @@ def evaluate(
 def _weights_digest(model: loaded.Loaded) -> str:
     """sha256 of the weights file; of a network in memory, of the file that its weights would give."""
     if model.folder:
-        return sha256(model.folder / factory.WEIGHTS)
+        return sha256(model.folder / WEIGHTS)
     return hashlib.sha256(safetensors(factory.state(model.encoder))).hexdigest()
 
 

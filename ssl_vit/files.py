@@ -23,6 +23,7 @@ from ssl_vit.interfaces import RunError, UserError
 if TYPE_CHECKING:
     import numpy as np
 
+WEIGHTS = "encoder.safetensors"
 _EXPANDED_FREELY, _EXPANSION = 1 << 28, 20  # bytes; larger archives may expand by this factor
 
 
@@ -34,6 +35,11 @@ def expanded(place: str | os.PathLike[str]) -> Path:
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first. From step 100,000,000 on, their names are longer."""
     return sorted(run.glob("checkpoints/step_*"), key=lambda path: (len(path.name), path.name))
+
+
+def weights_file(folder: Path) -> Path | None:
+    """The encoder of a run or weights folder, else of its newest checkpoint that has one; None: there is none."""
+    return next(filter(Path.is_file, (place / WEIGHTS for place in (folder, *reversed(checkpoints(folder))))), None)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pandas as pd
 from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.data import train_and_test
-from ssl_vit.files import expanded, writable
+from ssl_vit.files import WEIGHTS, expanded, writable
 from ssl_vit.interfaces import Metric, UserError, is_main_process
 from ssl_vit.outcomes import ComparisonRun, PathInput, TrainingRun
 from ssl_vit.recipe import Recipe, run_recipe
@@ -221,6 +221,7 @@ def load(run: PathInput) -> nn.Module:
 
     Its `preprocess` takes an image (a path, bytes or PIL) and returns what the network expects, float32 (C, H, W),
     resized, cropped and normalized as in an evaluation: `network.forward_features(network.preprocess(path)[None])`.
+    `network(images)` pools as the run's objective does: the class token, or the mean of the patch tokens, (B, D).
     Its `pretrained_cfg` holds image size, crop, mean and std, for `timm.data.resolve_data_config(model=network)`.
     Raises UserError where there are no readable weights.
     """
@@ -267,7 +268,7 @@ def read_results(run: PathInput) -> pd.DataFrame:
     run = expanded(run)
     if (run / PLAN).is_file():
         return read_comparison(run).measured.frame
-    if not any((run / name).exists() for name in ("recipe.yaml", "encoder.safetensors", RESULTS)):
+    if not any((run / name).exists() for name in ("recipe.yaml", WEIGHTS, RESULTS)):
         raise UserError(f"{run}: neither a run nor a comparison")
     frames = [evaluation.table for evaluation in evaluations(run)[0].values()]
     return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

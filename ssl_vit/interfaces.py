@@ -69,6 +69,11 @@ class Diverged(RunError):
     cost: object = None
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its type where it has none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def printable(text: str) -> str:
     """A name from data with its control characters escaped, so that it cannot steer the terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
@@ -218,7 +223,7 @@ class Objective(Protocol):
     # Optional:
     # `needs_labels`: an attribute of the class, True where samples without a label are of no use.
     # `config.classes`: how many classes there are, where the shards do not name them.
-    # `config.pooling`: the pooling that it trains, which exports of its encoder have (`ssl_vit.models.Pooling`).
+    # `config.pooling`: the pooling that timm's model of its encoder has (`ssl_vit.models.Pooling`).
     # `least_views`: how many views of each image (`data.views`) it needs.
     # `whole_batch`: True where the loss is not a mean over images, so that micro-batches would change it.
     # `reconstruct(batch, images) -> (given, predicted, truth)`: patches, uint8 (B, N, C, P, P), that `ssl-vit inspect`

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, first_line
 
 MAX_BYTES, _MAX_DEPTH = 1 << 20, 50  # of a recipe file; deeper nesting crashes YAML's loader
 LENGTHS = {"steps", "epochs"}  # a length of training in one unit replaces that in the other
@@ -33,7 +33,7 @@ def parsed(overrides: Overrides) -> DictConfig:
             try:
                 OmegaConf.update(given, key, value)
             except OmegaConfBaseException as error:
-                raise UserError(f"{key}: {str(error).splitlines()[0]}") from None
+                raise UserError(f"{key}: {first_line(error)}") from None
         return without_references(given, "the arguments")
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -50,7 +50,7 @@ def parsed(overrides: Overrides) -> DictConfig:
         each = [without_references(override, "the command line") for override in given]
         return merge("the command line", *each, lengths=False)  # both at once are an error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"the command line: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the command line: {first_line(error)}") from None
 
 
 def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
@@ -69,7 +69,7 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
                 _drop_replaced(merged, layer)
             merged = OmegaConf.unsafe_merge(merged, layer)
         except OmegaConfBaseException as error:
-            raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+            raise UserError(f"{origin}: {first_line(error)}") from None
         except TypeError:
             key = next(_clashes(OmegaConf.to_container(merged), layer))
             raise UserError(f"{origin}: {key}: a list cannot replace settings, nor settings a list") from None

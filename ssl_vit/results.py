@@ -23,7 +23,7 @@ import pandas as pd
 from pydantic import ConfigDict, TypeAdapter
 
 from ssl_vit import records
-from ssl_vit.files import atomic_file, checkpoints, read_arrays, read_json, sha256, write_json
+from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, weights_file, write_json
 from ssl_vit.interfaces import Budget as Budget
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import Cost, EvaluationRecord, TaskResult
@@ -228,8 +228,7 @@ def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
     Returns (evaluations of the current weights by file, files with results of other weights). Raises UserError for a
     damaged file, or one of the current weights that another version wrote.
     """
-    newest = [path / "encoder.safetensors" for path in (folder, *reversed(checkpoints(folder)))]  # of an unfinished run
-    digest = next((sha256(path) for path in newest if path.is_file()), None)
+    digest = sha256(newest) if (newest := weights_file(folder)) else None
     current, outdated = dict[Path, Evaluation](), list[Path]()
     for path in sorted((folder / RESULTS).glob("*.json")):
         if digest and read_json(path).get("sha256", digest) != digest:

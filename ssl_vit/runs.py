@@ -13,7 +13,7 @@ from ssl_vit.data.overlap import redrawn
 from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.data.shards import open_training
 from ssl_vit.environment import environment
-from ssl_vit.files import read_json, sha256, write_json
+from ssl_vit.files import WEIGHTS, read_json, sha256, write_json
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import factory
 from ssl_vit.recipe import Recipe
@@ -82,7 +82,7 @@ def _lock(run: Path) -> FileLock:
 
 
 def _finished(run: Path) -> bool:
-    checkpoints, summary, names = checkpoint.folders(run), run / SUMMARY, (factory.WEIGHTS, factory.CONFIG)
+    checkpoints, summary, names = checkpoint.folders(run), run / SUMMARY, (WEIGHTS, factory.CONFIG)
     if not summary.exists():
         return False
     if not checkpoints:
@@ -188,4 +188,4 @@ def _check_data(run: Path, data: str) -> None:
 
 def _origin(settings: Recipe) -> str:
     """The checksum of the weights that a run starts from."""
-    return sha256(factory.find_weights(settings.init_from or "") / factory.WEIGHTS)
+    return sha256(factory.find_weights(settings.init_from or "") / WEIGHTS)

@@ -196,7 +196,7 @@ def _check_compile(accelerator: Engine) -> None:
 def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> None:
     if accelerator.device.type == "xla":
         raise UserError("training.checkpoint_activations: not available on XLA; raise training.accumulate")
-    if any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in encoder.modules()):
+    if memory.has_batch_norm(encoder):
         raise UserError("training.checkpoint_activations: batch norm would count every image twice; set it to false")
     try:
         encoder.network.set_grad_checkpointing(True)

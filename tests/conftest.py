@@ -158,7 +158,8 @@ def saved() -> Callable[..., Path]:
     def write(folder: Path, encoder: Any) -> Path:
         from safetensors.torch import save_file
 
-        from ssl_vit.models.factory import CONFIG, WEIGHTS, state, write_config
+        from ssl_vit.files import WEIGHTS
+        from ssl_vit.models.factory import CONFIG, state, write_config
 
         folder.mkdir(parents=True, exist_ok=True)
         write_config(encoder, folder / CONFIG)

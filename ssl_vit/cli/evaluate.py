@@ -58,7 +58,7 @@ def evaluate(
     Example: `ssl-vit eval runs/ssl few_shot --data my_images "labels_per_class=[1,5]"`
     """
     from ssl_vit import api, plugins, progress, recipe
-    from ssl_vit.evaluators import of_protocol
+    from ssl_vit.evaluators import protocol_settings
     from ssl_vit.files import expanded
     from ssl_vit.models import factory
 
@@ -75,7 +75,7 @@ def evaluate(
             evaluator,
             chosen.train or "",
             chosen.test or "",
-            recipe.onto(of_protocol(config, chosen.evaluators.get(evaluator, {}), given), given),
+            recipe.onto(protocol_settings(config, chosen.evaluators.get(evaluator, {}), given), given),
             data=name,
             metric=metric or chosen.metric,
             real_labels=real_labels,

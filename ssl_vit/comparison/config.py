@@ -15,7 +15,7 @@ from ssl_vit import plugins, recipe
 from ssl_vit.comparison.quick import tenth
 from ssl_vit.comparison.sets import ComparisonData, DataSet, check_names, load_suite
 from ssl_vit.data import RemoteConfig, mixture
-from ssl_vit.evaluators import SAME_IMAGES, Budgets, Seeds, of_protocol
+from ssl_vit.evaluators import SAME_IMAGES, Budgets, Seeds, protocol_settings
 from ssl_vit.files import expanded
 from ssl_vit.interfaces import Config, LocalPath, UserError, errors_about
 from ssl_vit.overrides import merge
@@ -228,7 +228,7 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     for key, arm in c.arms.items():
         if arm.recipe:
             with errors_about(f"arms.{key}"):
-                recipes[key] = recipe.load_recipe(arm.recipe, [*c.data.of_recipes, *arm.overrides], path)
+                recipes[key] = recipe.load_recipe(arm.recipe, [*c.data.recipe_overrides, *arm.overrides], path)
     for key, settings in recipes.items():
         if any(one.probe and one.probe.patience for one in recipe.stages(settings)):
             raise UserError(f"{path}: arms.{key}: probe.patience uses labels to stop pretraining; remove it")
@@ -252,7 +252,7 @@ def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study
     def settings_of(chosen: DataSet, evaluator: str, arm: str, of_arm: dict[str, Any]) -> Config:
         of_set, own = chosen.evaluators.get(evaluator) or {}, of_arm.get(evaluator) or {}
         if suite:
-            of_set = of_protocol(plugins.load("evaluators", evaluator).Config, of_set, given[evaluator] | own)
+            of_set = protocol_settings(plugins.load("evaluators", evaluator).Config, of_set, given[evaluator] | own)
         place = f"arms.{arm}." if own else ""
         return configured(evaluator, given[evaluator], {evaluator: of_set}, of_arm, place=place)
 

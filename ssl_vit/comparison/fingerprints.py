@@ -9,7 +9,7 @@ from typing import Any
 from ssl_vit import plugins, runs
 from ssl_vit.comparison.design import Design, digest
 from ssl_vit.evaluators import runner
-from ssl_vit.files import sha256
+from ssl_vit.files import WEIGHTS, sha256
 from ssl_vit.models import factory
 from ssl_vit.recipe import flatten
 from ssl_vit.records import TaskRecord
@@ -49,16 +49,16 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
         if changed := plugins.checksum("objectives", recipe.objective.name):
             learned["objective.file"] = changed
         start = recipe.init_from
-        learned["init_from"] = _sum(design, factory.find_weights(start) / factory.WEIGHTS) if start else None
+        learned["init_from"] = _checksum(design, factory.find_weights(start) / WEIGHTS) if start else None
         seed = next(iter(design.budgets_and_seeds(task)[1].values())) if task.evaluator else task.seed
         return [learned, design.shards.get(design.part(row.name, "pretrain", task.fold)), seed]
     origin: list[Any] = [row.kind == "pixels", design.sizes(row.like, dropout=True)]
     if row.kind == "weights":
         given = str(design.study.comparison.arms[row.name].weights)
-        files = [factory.find_weights(given) / name for name in (factory.WEIGHTS, factory.CONFIG)]
+        files = [factory.find_weights(given) / name for name in (WEIGHTS, factory.CONFIG)]
         reads_head = not task.evaluator or design.evaluator(task.data, task.evaluator, task.arm).needs_head
         head = checkpoint.newest_of(Path(given)) if reads_head else None
-        origin += (_sum(design, path) for path in [*files, *([head / checkpoint.OBJECTIVE] if head else [])])
+        origin += (_checksum(design, path) for path in [*files, *([head / checkpoint.OBJECTIVE] if head else [])])
     return origin
 
 
@@ -68,7 +68,7 @@ def _learned(settings: dict[str, Any], ignored: Iterable[str]) -> dict[str, Any]
     return {key: value for key, value in flatten(settings).items() if not f"{key}.".startswith(without)}
 
 
-def _sum(design: Design, path: Path) -> str:
+def _checksum(design: Design, path: Path) -> str:
     """A file's checksum; weights matter to many tasks and are read once."""
     if path not in design.checksums:
         design.checksums[path] = sha256(path)

@@ -118,7 +118,7 @@ class ComparisonData(Config):
         return self
 
     @property
-    def of_recipes(self) -> list[str]:
+    def recipe_overrides(self) -> list[str]:
         """The overrides of the arms' recipes that say what they train on."""
         remote = self.remote and self.remote.model_dump(exclude_defaults=True)
         given = {"train": self.pretrain or [*self.folds[1:]] or self.train, "remote": remote}

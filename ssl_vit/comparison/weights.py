@@ -11,9 +11,8 @@ from filelock import FileLock
 
 from ssl_vit.comparison.checks import check_directory
 from ssl_vit.comparison.config import Arm, Study
-from ssl_vit.files import read_json, sha256, write_json
+from ssl_vit.files import read_json, sha256, weights_file, write_json
 from ssl_vit.interfaces import RunError, errors_about
-from ssl_vit.models import factory
 from ssl_vit.models.exchange.hub import Unreachable
 from ssl_vit.models.exchange.imports import import_weights
 from ssl_vit.progress import Say, silent
@@ -34,7 +33,7 @@ def import_arms(study: Study, say: Say = silent) -> Study:
     check_directory(study)
     c, arms, notes = study.comparison, dict(study.comparison.arms), list(study.comparison.notes)
     for name, arm in c.arms.items():
-        if arm.weights is None or factory.has_weights(arm.weights):
+        if arm.weights is None or weights_file(Path(arm.weights)):
             continue
         folder = c.run_directory / FOLDER / name
         try:

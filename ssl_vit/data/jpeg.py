@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from ssl_vit.interfaces import BadSample
+from ssl_vit.interfaces import BadSample, first_line
 
 _COLORS = {1: "GRAY", 3: "RGB"}
 _MODES = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
@@ -117,7 +117,7 @@ def upright(pixels: torch.Tensor, exif: int) -> torch.Tensor:
 
 def unreadable(error: Exception) -> BadSample:
     """The error to raise for an image that a decoder rejects, with the first line of the decoder's message."""
-    return BadSample(f"unreadable image: {(str(error) or type(error).__name__).splitlines()[0]}")
+    return BadSample(f"unreadable image: {first_line(error)}")
 
 
 def _tensor(pixels: np.ndarray) -> torch.Tensor:

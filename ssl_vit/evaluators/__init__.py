@@ -48,7 +48,7 @@ Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], *_Several]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], *_Several]
 
 
-def of_protocol(config: type[Config], under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def protocol_settings(config: type[Config], under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Settings `under`, of a dataset, for an evaluator with settings `over`, which may choose another protocol
     (`CHOICE` of its configuration). Of another one only the choice of images applies."""
     choice = getattr(config, "CHOICE", "")

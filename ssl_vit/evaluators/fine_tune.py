@@ -94,10 +94,10 @@ class Evaluator(BaseEvaluator):
         trained = images.context.trained
         with errors_about("head"):
             trained.check_pooling(c.head.pooling)
-        if images.source != "untrained":
+        if images.source == "untrained":
+            encoder = factory.fresh(trained, seed, c.image_size)
+        else:
             encoder = factory.at_size(trained, c.image_size or trained.image_size, c.position_resampling)
-            return fit(self, images, self._with_rates(encoder), seed)
-        encoder = factory.fresh(trained, seed, c.image_size)
         return fit(self, images, self._with_rates(encoder), seed)
 
     def for_source(self, source: str) -> Evaluator:

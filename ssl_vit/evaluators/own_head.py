@@ -11,7 +11,7 @@ from ssl_vit.evaluators.base import Classifier, Scored
 from ssl_vit.evaluators.base import Evaluator as BaseEvaluator
 from ssl_vit.evaluators.classifier import predict
 from ssl_vit.evaluators.features import ImageSet
-from ssl_vit.files import read_json, sha256
+from ssl_vit.files import WEIGHTS, read_json, sha256
 from ssl_vit.interfaces import Config as BaseConfig
 from ssl_vit.interfaces import UserError
 from ssl_vit.objectives import classification
@@ -46,7 +46,7 @@ class Evaluator(BaseEvaluator):
         saved = checkpoint.newest_of(Path(context.weights))
         if saved is None:
             raise UserError(f"{context.weights}: no checkpoint with a head is kept there; use another evaluator")
-        encoders = [folder / "encoder.safetensors" for folder in (Path(context.weights), saved)]
+        encoders = [folder / WEIGHTS for folder in (Path(context.weights), saved)]
         if len({sha256(file) for file in encoders if file.is_file()}) > 1:
             raise UserError(f"{context.weights}: its last checkpoint, with the head, is gone; use another evaluator")
         path = run_of(saved) / "summary.json"

@@ -19,7 +19,7 @@ from ssl_vit.evaluators.features import EvalContext, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note, untrained_note
 from ssl_vit.evaluators.parts import Part, Run, unstored
 from ssl_vit.evaluators.selection import candidates_of, configured, halved, in_words, select
-from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.interfaces import Diverged, UserError, first_line
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import Cost, SweepRecord
 from ssl_vit.results import Budget, Result, Settings, scored
@@ -62,7 +62,7 @@ def sweep(
 ) -> tuple[SweepRecord, list[Result]]:
     """Fit every candidate to the labeled images of a seed, and select by held-out training images.
 
-    part: as of `selection.select`; its names are those of this sweep.
+    part: as in `selection.select`; its names are those of this sweep.
 
     Among equally good candidates the first wins; a candidate that diverges loses. Only the winner predicts the test
     images. Its results equal those of `measure` for this budget and seed; there are none for all labels, because
@@ -116,7 +116,7 @@ def measure(
                 if settings:
                     error.args = (
                         f"{evaluator.title}: {in_words(settings)} diverged with seed {seed} ({source}, "
-                        f"{budget_words(budget)}): {str(error).splitlines()[0]}; remove that value from the sweep",
+                        f"{budget_words(budget)}): {first_line(error)}; remove that value from the sweep",
                     )
                 raise
             if rows[0].seconds:

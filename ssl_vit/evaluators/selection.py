@@ -11,7 +11,7 @@ import numpy as np
 from ssl_vit.evaluators.base import Classifier, Evaluator
 from ssl_vit.evaluators.features import ImageSet
 from ssl_vit.evaluators.parts import Part, Run, unstored
-from ssl_vit.interfaces import Diverged, UserError
+from ssl_vit.interfaces import Diverged, UserError, first_line
 from ssl_vit.records import Cost, SweepRecord
 from ssl_vit.results import Settings, scored
 
@@ -66,7 +66,7 @@ def select(
                     scores[index].append(float(record.candidates[0]["held_out_accuracy"]))
                     fitted.setdefault(index, None)
                 except Diverged as error:
-                    reason = str(error).splitlines()[0]
+                    reason = first_line(error)
                     cost = error.cost if isinstance(error.cost, Cost) else Cost()
                     scores[index] = [0.0]
                     diverged.add(index)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from ssl_vit.files import checkpoints, expanded, read_json
+from ssl_vit.files import WEIGHTS, expanded, read_json, weights_file
 from ssl_vit.interfaces import Size, UserError, pair
 from ssl_vit.models import EncoderConfig, Pooling, Resampling
 from ssl_vit.models.encoder import Encoder, Numbers, create
@@ -27,8 +27,8 @@ from ssl_vit.models.vit import OWN_SETTINGS, ViTEncoder, check_size
 
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
-WEIGHTS, CONFIG = "encoder.safetensors", "config.json"
-_POOLS: dict[Pooling | None, str] = {"token": "token", "mean": "avg"}  # timm's names
+CONFIG = "config.json"
+_POOLS = {"token": "token", "mean": "avg"}  # timm's names of our poolings
 DAMAGED = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
@@ -133,9 +133,9 @@ def write_config(
     """
     arguments, pools = dict(encoder.arguments), {}
     if isinstance(encoder, ViTEncoder):
-        pools = {"global_pool": encoder.network.global_pool}
-        if pooling in _POOLS and _POOLS[pooling] != encoder.network.global_pool:
-            pools = {"global_pool": _POOLS[pooling]}
+        own = encoder.network.global_pool
+        pools = {"global_pool": _POOLS.get(str(pooling), own)}
+        if pools["global_pool"] != own:
             arguments |= pools | {"fc_norm": not isinstance(encoder.network.fc_norm, nn.Identity)}
     content = {
         "architecture": encoder.name,
@@ -235,11 +235,6 @@ def fresh(like: AnyEncoder, seed: int, image_size: Size | None = None) -> AnyEnc
         return like.untrained(image_size)
 
 
-def has_weights(path: Path | str) -> bool:
-    """Whether `find_weights` finds some."""
-    return any((folder / WEIGHTS).is_file() for folder in (Path(path), *checkpoints(Path(path))))
-
-
 def origin(path: Path | str) -> str | None:
     """What imported weights were imported from; None for weights that were trained here."""
     imported = read_json(find_weights(path) / CONFIG).get("imported")
@@ -251,9 +246,8 @@ def find_weights(path: Path | str) -> Path:
     path = expanded(path)
     if not path.exists():
         raise UserError(f"{path}: no such run, checkpoint or weights folder (timm's: `ssl-vit import NAME FOLDER`)")
-    for folder in (path, *reversed(checkpoints(path))):
-        if (folder / WEIGHTS).is_file():
-            return folder
+    if found := weights_file(path):
+        return found.parent
     if (path / "plan.json").is_file():
         runs = sorted(str(file.parent) for file in path.glob(f"*/{WEIGHTS}"))
         raise UserError(f"{path} is a comparison; name the run of one of its arms: {', '.join(runs) or 'none yet'}")

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from ssl_vit.interfaces import Size, UserError, pair
+from ssl_vit.interfaces import Size, UserError, first_line, pair
 from ssl_vit.models import Pooling
 from ssl_vit.models.encoder import Encoder, Numbers, create, shares_parameters
 
@@ -50,8 +50,9 @@ class TimmEncoder(Encoder):
                 features = network.forward_features(torch.empty(shape))
                 pooled = network.forward_head(features, pre_logits=True)
             except (AssertionError, RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-                first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise UserError(f"{self.name} cannot read images of {self.image_size} pixels: {first}") from None
+                raise UserError(
+                    f"{self.name} cannot read images of {self.image_size} pixels: {first_line(error)}"
+                ) from None
         self.width = int(pooled.shape[-1])
         self._is_map = isinstance(features, torch.Tensor) and features.ndim == 4
         self._channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"

@@ -48,11 +48,11 @@ def mean_over_processes(tensor: torch.Tensor) -> torch.Tensor:
     """
     if processes() == 1 or tensor.device.type == "meta":  # where operations are only counted
         return tensor
-    return _sum(tensor) / processes()
+    return _all_reduce(tensor) / processes()
 
 
 @torch.compiler.disable
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
+def _all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over all processes. Its gradient is summed too: every process's loss depends on every process's input."""
     from torch.distributed.nn.functional import all_reduce  # not in every build of torch
 

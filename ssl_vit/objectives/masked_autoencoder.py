@@ -36,7 +36,7 @@ class Config(ObjectiveConfig):
     decoder_heads: attention heads of the decoder. None: decoder_width / 32.
     """
 
-    pooling: ClassVar[Pooling] = "mean"  # of exports: the class token is not trained
+    pooling: ClassVar[Pooling] = "mean"  # of timm's model: the class token is not trained
 
     name: Literal["masked_autoencoder"] = "masked_autoencoder"
     mask_ratio: float = Field(0.75, gt=0, lt=1)

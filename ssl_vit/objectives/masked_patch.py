@@ -52,7 +52,7 @@ class Config(ObjectiveConfig):
     bits: bits of each quantized color channel; there are 2**(bits * channels) classes, at most 65,536.
     """
 
-    pooling: ClassVar[Pooling] = "mean"  # of exports: the class token is not trained
+    pooling: ClassVar[Pooling] = "mean"  # of timm's model: the class token is not trained
 
     name: Literal["masked_patch"] = "masked_patch"
     mask_ratio: float = Field(0.5, gt=0, le=1)

@@ -19,11 +19,11 @@ from ssl_vit.report.summary import Difference, Summary
 
 def cautions(comparison: Comparison, summary: Summary) -> Iterator[str]:
     """Sentences on what may be wrong with the numbers of a comparison, each once."""
-    for sentence in of_datasets(comparison, _found(comparison, summary)):
+    for sentence in by_dataset(comparison, _found(comparison, summary)):
         yield f"Caution: {sentence}"
 
 
-def of_datasets(comparison: Comparison, found: Iterable[tuple[str, str]]) -> list[str]:
+def by_dataset(comparison: Comparison, found: Iterable[tuple[str, str]]) -> list[str]:
     """Each sentence once, after the names of its datasets where it does not hold for all.
 
     found: (dataset, or "" for all; sentence).

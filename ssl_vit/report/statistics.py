@@ -241,7 +241,7 @@ def outcome(estimate: Estimate, margin: float, tests: int = 1, confidence: float
 
 def plan(estimate: Estimate, margin: float, tests: int = 1, confidence: float = 0.95) -> tuple[int | None, int | None]:
     """How many more seeds (or pretrainings), and how many more test images, would each decide an undecided difference,
-    if it and its variance components stay as measured. None: no number would. Arguments: as of `outcome`."""
+    if it and its variance components stay as measured. None: no number would. Arguments: as in `outcome`."""
     if estimate.half_width is None:
         return None, None
     size, widest = abs(estimate.mean), 1 - (1 - confidence) / tests if tests > 1 else estimate.confidence

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ssl_vit.evaluators import ALL, budget_words
 from ssl_vit.overrides import flatten
 from ssl_vit.report import sequential
-from ssl_vit.report.cautions import cautions, of_datasets, swept
+from ssl_vit.report.cautions import by_dataset, cautions, swept
 from ssl_vit.report.costs import compute
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import OBJECTIVES, joined, listed, metric_name, text
@@ -111,7 +111,7 @@ def notes(comparison: Comparison) -> list[str]:
     )
     if pretrainings > 1 and any(arm.kind == "pretrained" for arm in comparison.record.arms):
         seed += f" Each pretrained arm has {pretrainings} pretrainings; each seed uses one of them."
-    of_rows = of_datasets(comparison, ((row.data, note) for row in comparison.table.results for note in row.notes))
+    of_rows = by_dataset(comparison, ((row.data, note) for row in comparison.table.results for note in row.notes))
     skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
     given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
     return [seed, *given, *of_rows, *(skipped if comparison.skipped else [])]

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ssl_vit.files import atomic_file, checkpoints, flush, read_json, sha256
+from ssl_vit.files import WEIGHTS, atomic_file, checkpoints, flush, read_json, sha256
 from ssl_vit.interfaces import RunError, UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.position import own_format
@@ -148,7 +148,8 @@ def _write(folder: Path, state: State, files: dict[str, Tensors], resize: float)
         raise RunError(f"{folder.parents[1]} was removed during the training: restore it and run the command again")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    factory.write_config(encoder_of(state.objective), folder / factory.CONFIG, resize=resize)
+    pooling = getattr(getattr(state.objective, "config", None), "pooling", None)
+    factory.write_config(encoder_of(state.objective), folder / factory.CONFIG, resize=resize, pooling=pooling)
     for name, tensors in files.items():
         save_file(tensors, folder / name)
     (folder / _STATE).write_text(
@@ -162,7 +163,7 @@ def _write(folder: Path, state: State, files: dict[str, Tensors], resize: float)
 
 def publish_encoder(run: Path) -> None:
     """Put the newest checkpoint's encoder at the top of the run directory, by rename."""
-    for name in (factory.WEIGHTS, factory.CONFIG):
+    for name in (WEIGHTS, factory.CONFIG):
         with (folders(run)[-1] / name).open("rb") as source, atomic_file(run / name) as published:
             shutil.copyfileobj(source, published)
 
@@ -178,7 +179,7 @@ def load(folder: Path, state: State) -> None:
         for name, component in state.parts.items():
             if content[name]:
                 component.load_state_dict(content[name])
-        weights = own_format(encoder.network, load_file(folder / factory.WEIGHTS))
+        weights = own_format(encoder.network, load_file(folder / WEIGHTS))
         saved = {f"{NETWORK}{name}": tensor for name, tensor in weights.items()}
         saved |= load_file(folder / OBJECTIVE)
         trained = load_file(folder / TRAINING) if state.average else saved

@@ -26,7 +26,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from ssl_vit.interfaces import RunError, UserError, is_main_process, world_size
+from ssl_vit.interfaces import RunError, UserError, first_line, is_main_process, world_size
 from ssl_vit.training import Precision
 
 _KNOWN_WARNINGS = (
@@ -115,7 +115,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
             raise
         raise RunError(
             f"the {launched} processes could not connect within {timeout} s (training.timeout): "
-            f"{str(error).splitlines()[0]}; check that all were started, with the same main address and port"
+            f"{first_line(error)}; check that all were started, with the same main address and port"
         ) from error
     # After the constructor, which may allow TF32 by itself.
     set_float32_products(precision)

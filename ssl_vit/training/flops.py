@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssl_vit.interfaces import Batch, UserError
+from ssl_vit.interfaces import Batch, UserError, first_line
 from ssl_vit.training.logging import metric_shapes
 
 _IMAGES = 2  # one image alone would be refused by a batch norm
@@ -77,7 +77,7 @@ def _pass(objective: nn.Module, views: int) -> tuple[float, list[str]]:
             if "meta" not in str(error).lower():
                 raise
             wrong = "its step needs the values of tensors; use shapes that do not depend on data, and no .item()"
-            raise UserError(f"{type(objective).__module__}: {wrong} ({str(error).splitlines()[0]})") from error
+            raise UserError(f"{type(objective).__module__}: {wrong} ({first_line(error)})") from error
     metric_shapes(output)
     unused = [name for name, p in replica.named_parameters() if p.requires_grad and p.grad is None]
     return counter.get_total_flops() / _IMAGES, unused

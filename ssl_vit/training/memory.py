@@ -10,7 +10,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
-from ssl_vit.interfaces import Batch, RunError, UserError
+from ssl_vit.interfaces import Batch, RunError, UserError, first_line
 from ssl_vit.training import OptimConfig, TrainingConfig, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.state import random_state, set_random_state
@@ -82,7 +82,7 @@ def out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        first = str(error).splitlines()[0]
+        first = first_line(error)
         where = "this machine" if "CPUAllocator" in first else "the GPU"
         raise RunError(f"{where} has too little memory ({first}); {advice()}") from None
 

@@ -14,7 +14,7 @@ from ssl_vit.interfaces import PREEMPTED, Stopped
 from ssl_vit.training import distributed
 
 _ONE_REQUEST = 3.0  # seconds; a launcher repeats the signal that the terminal or the scheduler has sent already
-_PATIENCE = 5.0  # seconds to wait for a batch or a probe once asked to stop
+_GRACE_SECONDS = 5.0  # seconds to wait for a batch or a probe once asked to stop
 
 
 def stopped(number: int) -> Stopped:
@@ -42,7 +42,7 @@ class StopRequest:
         if not self.number:
             self.number, self.asked = number, time.monotonic()
             self.alarm = signal.signal(signal.SIGALRM, self.interrupt_waiting)
-            signal.setitimer(signal.ITIMER_REAL, _PATIENCE, 1.0)
+            signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS, 1.0)
 
     def interrupt_waiting(self, number: int, frame: FrameType | None) -> None:
         if self.waiting:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ssl_vit.data.order import LanePosition
+from ssl_vit.files import WEIGHTS
 from ssl_vit.interfaces import UserError, is_main_process
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import shares_parameters
@@ -82,7 +83,7 @@ class State:
         }
         random = enumerate(distributed.gather(random_state(self.device)))
         return {
-            factory.WEIGHTS: timm_format(encoder_of(self.objective).network, part(published, NETWORK)),
+            WEIGHTS: timm_format(encoder_of(self.objective).network, part(published, NETWORK)),
             OBJECTIVE: {name: tensor for name, tensor in published.items() if not name.startswith(ENCODER)},
             **({TRAINING: whole(trained)} if self.average else {}),
             OPTIMIZER: whole(optimizer),

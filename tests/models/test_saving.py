@@ -9,8 +9,9 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
+from ssl_vit.files import WEIGHTS
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.factory import CONFIG, WEIGHTS, fresh, load, state
+from ssl_vit.models.factory import CONFIG, fresh, load, state
 
 Make = Callable[..., Any]
 

@@ -317,7 +317,7 @@ def stalled(step: str, *arguments: str) -> None:
         return found
 
     builder.train_source = stalling
-    signals._PATIENCE = 0.2
+    signals._GRACE_SECONDS = 0.2
     command_line(*arguments)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ssl_vit.records import ArmRecord, DataRecord, EvaluatorRecord, SkippedSample, SweepRecord
-from ssl_vit.report.cautions import _narrow_interval, architecture_differences, of_datasets
+from ssl_vit.report.cautions import _narrow_interval, architecture_differences, by_dataset
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import crossed_mean
 from ssl_vit.report.verdict import notes
@@ -84,9 +84,9 @@ def test_seeds_that_differ_less_than_images_make_them_are_a_caution(spread: floa
 def test_what_holds_for_some_of_several_datasets_names_them() -> None:
     several: Any = SimpleNamespace(record=SimpleNamespace(metrics={"a": "accuracy", "b": "accuracy"}))
     found = [("a", "one."), ("b", "both."), ("a", "both."), ("a", "one."), ("", "all.")]
-    assert of_datasets(several, found) == ["a: one.", "both.", "all."]
+    assert by_dataset(several, found) == ["a: one.", "both.", "all."]
     alone: Any = SimpleNamespace(record=SimpleNamespace(metrics={"a": "accuracy"}))
-    assert of_datasets(alone, [("a", "one."), ("a", "one.")]) == ["one."]
+    assert by_dataset(alone, [("a", "one."), ("a", "one.")]) == ["one."]
 
 
 def test_dropout_that_differs_in_fine_tuning_is_a_caution(folder: Path) -> None:

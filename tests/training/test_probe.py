@@ -123,7 +123,7 @@ def test_a_signal_ends_a_long_probe_and_the_next_start_repeats_it(
     keys = ["training.ema=0.5", "encoder.dropout=0.1", "probe.every=5", "probe.images=20", "probe.labels_per_class=1"]
     monkeypatch.setattr(OnlineProbe, "__call__", lambda self, objective: 0.5)
     train(tmp_path / "whole", *keys)
-    monkeypatch.setattr(signals, "_PATIENCE", 0.1)
+    monkeypatch.setattr(signals, "_GRACE_SECONDS", 0.1)
     patch = pytest.MonkeyPatch()
     if during == "probe":
         patch.setattr(OnlineProbe, "__call__", endless)

@@ -18,10 +18,12 @@ import timm
 import torch
 from accelerate import Accelerator
 
+import ssl_vit
 from ssl_vit import api, recipe, runs
 from ssl_vit.analysis import figures
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import RunError, Stopped, UserError
+from ssl_vit.models import factory
 from ssl_vit.training import checkpoint, loop
 from ssl_vit.training.logging import RunLogger
 from ssl_vit.training.loop import Trainer
@@ -228,6 +230,24 @@ def test_timm_prepares_images_as_the_run_evaluates(train: Train, tmp_path: Path)
     about = timm.data.resolve_data_config(model=timm.create_model(f"local-dir:{run}", pretrained=True))
     side = about["input_size"][1]
     assert math.floor(side / about["crop_pct"]) == 1.25 * side
+
+
+@pytest.mark.parametrize(
+    ("objective", "pooling"), [("masked_patch", "mean"), ("classification", "token"), ("lejepa", "mean")]
+)
+def test_timm_and_load_return_the_vector_that_was_trained(
+    train: Train, tmp_path: Path, objective: str, pooling: str
+) -> None:
+    own = () if objective == "masked_patch" else (f"objective.name={objective}", f"objective.pooling={pooling}")
+    run = train(tmp_path / "run", *own, *(("data.views=2",) if objective == "lejepa" else ()))
+    images = torch.randn(2, 1, 8, 8)
+    networks: list[Any] = [timm.create_model(f"local-dir:{run}", pretrained=True).eval(), ssl_vit.load(run)]
+    for network in networks:
+        with torch.no_grad():
+            tokens, vector = network.forward_features(images), network(images)
+        torch.testing.assert_close(vector, tokens[:, 0] if pooling == "token" else tokens[:, 1:].mean(1))
+    encoders = factory.load(run), factory.build(recipe.load_recipe(run / "recipe.yaml").encoder)
+    torch.testing.assert_close(*(factory.fresh(encoder, 0).state_dict() for encoder in encoders), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])

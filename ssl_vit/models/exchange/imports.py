@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models import load_state_dict
 
-from ssl_vit.files import check_archive, expanded, new_folder
+from ssl_vit.files import WEIGHTS, check_archive, expanded, new_folder
 from ssl_vit.interfaces import UserError, pair
 from ssl_vit.models import PerChannel, factory
 from ssl_vit.models.encoder import Encoder, close_names
@@ -68,7 +68,7 @@ def import_weights(
         _try_out(model, weights)
         about = {key: getattr(imported, key) for key in ("license", "notes", "skipped")} | {"from": weights}
         factory.write_config(model, folder / factory.CONFIG, imported=about)
-        save_file(factory.state(model), folder / factory.WEIGHTS)
+        save_file(factory.state(model), folder / WEIGHTS)
     return model, imported
 
 
@@ -110,7 +110,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
     heads: number of heads of a ViT, if it differs from that of `name`.
     """
     path = expanded(weights)
-    described = path.name in (*hub.WEIGHTS_FILES, factory.WEIGHTS) and (path.parent / "config.json").is_file()
+    described = path.name in (*hub.WEIGHTS_FILES, WEIGHTS) and (path.parent / "config.json").is_file()
     if path.is_file() and not described:
         return _file(path, name, heads)
     model = weights.removeprefix("timm:")
@@ -130,7 +130,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
 
 def _folder(folder: Path, origin: str) -> Imported:
     ours = ("recipe.yaml", "plan.json") if not (folder / "config.json").exists() else ()
-    if (folder / "checkpoints").is_dir() or any((folder / name).is_file() for name in (factory.WEIGHTS, *ours)):
+    if (folder / "checkpoints").is_dir() or any((folder / name).is_file() for name in (WEIGHTS, *ours)):
         factory.find_weights(folder)  # raises UserError that says what is missing
         raise UserError(f"{origin} is already an ssl-vit folder and does not need to be imported")
     if not (folder / "config.json").is_file():
@@ -266,7 +266,7 @@ def _through_timm(path: Path, tensors: Tensors, name: str) -> tuple[dict[str, An
 
 
 def _loads_anything(name: str) -> bool:
-    """Whether timm ignores that tensors of this architecture are missing, as of DLA and Inception-v3."""
+    """Whether timm ignores that tensors of this architecture are missing, as with DLA and Inception-v3."""
     nothing = {"state_dict": {"": torch.zeros(0)}, "num_classes": 0}
     try:
         with torch.device("meta"):

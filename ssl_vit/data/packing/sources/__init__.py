@@ -61,7 +61,7 @@ def open_source(
 
 
 def list_splits(spec: str) -> list[str]:
-    """The names of a source's splits; [] where it has none. spec and errors: as of `open_source`."""
+    """The names of a source's splits; [] where it has none. spec and errors: as in `open_source`."""
     return list(_find(spec)[0]())
 
 

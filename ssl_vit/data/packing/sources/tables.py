@@ -15,7 +15,7 @@ import numpy as np
 from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
 from ssl_vit.data.packing.sources.base import METADATA, TABLES, Source, find_split, is_image, read_file
-from ssl_vit.interfaces import BadSample, UserError, printable
+from ssl_vit.interfaces import BadSample, UserError, first_line, printable
 
 _LABELS = ("label", "labels", "class", "target", "cls")  # usual names of their column
 
@@ -44,7 +44,7 @@ def open_table(
     try:
         images = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
     except (TypeError, ValueError, ArrowNotImplementedError) as error:
-        raise UserError(f"{spec}: column {column!r} does not hold images: {_first_line(error)}") from None
+        raise UserError(f"{spec}: column {column!r} does not hold images: {first_line(error)}") from None
     label_column = label_column or _label_column(spec, table)
     files = [path, *path.rglob("*")] if path else []
     described = path is not None and any((path / name).exists() for name in METADATA)
@@ -113,7 +113,7 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
         raise UserError(f"{spec}: no such file or folder, and the Hugging Face hub cannot be reached") from None
     except datasets.exceptions.DatasetNotFoundError as error:
         what = f"{spec}: no such file or folder, and no such dataset on the Hugging Face hub"
-        raise UserError(f"{what}: {_first_line(error)}") from None
+        raise UserError(f"{what}: {first_line(error)}") from None
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # Runtime: has a script
         if path is None and "available configs" in str(error):
             listed = str(error).partition("available configs: ")[2].partition("]")[0]
@@ -182,7 +182,3 @@ def _labels(
         what = f"{len(missing)} of {len(labels)} rows have no {column!r} (first: row {missing[0]})"
         raise UserError(f"{spec}: {what}; label them, or move unlabeled images into a folder of their own")
     return classes, labels
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
