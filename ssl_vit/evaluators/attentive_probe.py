@@ -89,7 +89,7 @@ class Evaluator(BaseEvaluator):
         features = train.features(c)
         start = time.perf_counter()
         classes, targets = np.unique(features.labels, return_inverse=True)
-        width = train.context.trained.features("patches") // train.context.trained.patches
+        width = train.context.trained.num_features("patches") // train.context.trained.patches
 
         def tokens(features: Features) -> torch.Tensor:
             """float32 (n, N, D) of the patches, side by side in the features."""
@@ -140,7 +140,7 @@ class Evaluator(BaseEvaluator):
         encoder.check_pooling("patches")
         size = pair(self.config.image_size or encoder.image_size)
         pixels = math.prod(size) / math.prod(encoder.image_size)
-        needed = 4 * images * encoder.features("patches") * pixels / 2**30
+        needed = 4 * images * encoder.num_features("patches") * pixels / 2**30
         if needed > self.config.memory_gib:
             raise UserError(
                 f"attentive_probe: the tokens of {images:,} images take {math.ceil(needed * 10) / 10:g} GiB, more than "

@@ -77,7 +77,7 @@ class Encoder(nn.Module, ABC):
     def patches(self) -> int:
         return self.grid[0] * self.grid[1]
 
-    def features(self, pooling: Pooling) -> int:
+    def num_features(self, pooling: Pooling) -> int:
         """How many numbers `pool` gives for an image."""
         return self.width * {"both": 2, "patches": self.patches}.get(pooling, 1)
 

@@ -79,8 +79,8 @@ class TimmEncoder(Encoder):
         kept = {key: value for key, value in self.arguments.items() if key not in _SIZES and "drop" not in key}
         return f"{self.name} {json.dumps(kept, sort_keys=True)}"
 
-    def features(self, pooling: Pooling) -> int:
-        return self.patches * self._token_width if pooling == "patches" else super().features(pooling)
+    def num_features(self, pooling: Pooling) -> int:
+        return self.patches * self._token_width if pooling == "patches" else super().num_features(pooling)
 
     def check_pooling(self, pooling: Pooling) -> None:
         super().check_pooling(pooling)

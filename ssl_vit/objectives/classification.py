@@ -52,7 +52,7 @@ class Objective(nn.Module):
             raise UserError("objective.name=classification needs at least two classes; name labeled images of several")
         encoder.check_pooling(config.pooling)
         self.encoder, self.config = encoder, config
-        width = encoder.features(config.pooling)
+        width = encoder.num_features(config.pooling)
         self.frozen = config.head == "probe"
         self.head: nn.Module
         if config.head == "mlp":

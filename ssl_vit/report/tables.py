@@ -201,12 +201,12 @@ def columns(title: str, values: Mapping[str, Mapping[str, str]]) -> Shown:
 
 
 def all_tables(comparison: Comparison, summary: Summary) -> list[Shown]:
-    tables = [table for table in (self_test_table(comparison), cost_table(comparison)) if len(table.frame)]
-    for place in reversed(summary.places):
-        title = place_title(comparison, place)
-        of_place = place_tables(comparison, summary, place)
-        tables = [Shown(f"{title}. {table.title}", table.frame, table.arms) for table in of_place] + tables
-    return tables
+    shown = [
+        Shown(f"{place_title(comparison, place)}. {table.title}", table.frame, table.arms)
+        for place in summary.places
+        for table in place_tables(comparison, summary, place)
+    ]
+    return shown + [table for table in (self_test_table(comparison), cost_table(comparison)) if len(table.frame)]
 
 
 def terminal(comparison: Comparison) -> Group:

@@ -51,11 +51,11 @@ def test_outputs_are_timms_feature_map_and_their_mean_is_timms_pooling(
         outputs, features = encoder(images), reference.forward_features(normalized)
         mean = encoder.represent(images, "mean")
         torch.testing.assert_close(mean, reference(normalized), atol=1e-5, rtol=1e-5)
-        assert mean.shape[1] == encoder.features("mean")
+        assert mean.shape[1] == encoder.num_features("mean")
     assert torch.equal(outputs.mT.reshape(features.shape), features)
     assert encoder.grid == features.shape[2:]
     patches = encoder.pool(outputs, "patches")
-    assert torch.equal(patches, outputs.flatten(1)) and patches.shape[1] == encoder.features("patches")
+    assert torch.equal(patches, outputs.flatten(1)) and patches.shape[1] == encoder.num_features("patches")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_tokens_of_other_transformers(pixels: Make, name: str, prefix: int, patc
         assert torch.equal(encoder(images), tokens)
         assert torch.equal(encoder.represent(images, "mean"), finish(tokens[:, prefix:].mean(1)))
         assert torch.equal(encoder.represent(images, "token"), finish(tokens[:, 0]))
-        assert encoder.represent(images, "patches").shape == (2, encoder.features("patches"))
+        assert encoder.represent(images, "patches").shape == (2, encoder.num_features("patches"))
         larger = at_size(encoder, 4 * patch)
         assert (larger.grid, encoder.grid, larger(pixels(larger)).shape[1]) == ((4, 4), (2, 2), prefix + 16)
         assert fresh(encoder, 0, 4 * patch).grid == (4, 4)
