@@ -23,7 +23,7 @@ from ssl_vit.data.shards import ShardSet, check_same_classes, dropped_from, open
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
-from ssl_vit.evaluators.labels import set_notes
+from ssl_vit.evaluators.labels import invalid_labels, set_notes
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.evaluators.parts import UNFINISHED, Parts
 from ssl_vit.evaluators.real_labels import read_real_labels, rescored
@@ -155,7 +155,7 @@ def make_context(
     cache: folder for extracted features; None: no cache.
     metric: see `EvalContext`.
 
-    Raises UserError for shards that cannot be opened.
+    Raises UserError for shards that cannot be opened or have no labels.
     """
     settings, data = model.settings, model.data
     shards = open_shards(train, data.remote), open_shards(test, data.remote)
@@ -164,7 +164,7 @@ def make_context(
         trained=model.encoder,
         train=shards[0],
         test=shards[1],
-        skipped=dropped_from(shards, data),
+        skipped=dropped_from(shards, data) + invalid_labels(shards[0], data),
         data=data,
         accelerator=make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True),
         weights=str(model.folder) if model.folder else None,

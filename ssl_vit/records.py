@@ -92,7 +92,7 @@ class EvaluationRecord(Config, extra="ignore"):
     title: str
     trains_encoder: bool = False
     settings: dict[str, JsonValue] = Field({})
-    data: dict[str, str | tuple[str, ...]]
+    data: dict[Literal["train", "test"], str | tuple[str, ...]] = Field(min_length=2)
     shards: dict[str, str] = Field({})
     classes: tuple[str, ...] = ()
     metric: Metric = "accuracy"
@@ -257,10 +257,10 @@ class ComparisonRecord(Config, extra="ignore"):
     frozen_seeds: tuple[int, ...]
     pretrainings: int = 1
     assigned: tuple[int, ...] = ()
-    folds: int = 1
+    folds: int = Field(1, ge=1)
     margin: float = 0.01
     baseline: str | None = None
-    max_seeds: int | None = None
+    max_seeds: int | None = Field(None, ge=1)
     looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()
     jobs: int = 1
@@ -268,7 +268,7 @@ class ComparisonRecord(Config, extra="ignore"):
     quick: bool = False
     metrics: dict[str, Metric]
     data: dict[str, DataRecord] = Field({})
-    arms: tuple[ArmRecord, ...]
+    arms: tuple[ArmRecord, ...] = Field(min_length=1)
     references: tuple[ReferenceRecord, ...] = ()
     evaluators: dict[str, EvaluatorRecord] = Field({})
     tasks: tuple[TaskRecord, ...] = ()

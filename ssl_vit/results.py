@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter
 
 from ssl_vit import records
 from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, weights_file, write_json
-from ssl_vit.interfaces import Budget as Budget
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import Cost, EvaluationRecord, TaskResult
 
@@ -96,7 +95,7 @@ class Result:
     data: str
     evaluator: str
     arm: str
-    labels_per_class: Budget
+    labels_per_class: PositiveInt | str
     seed: int
     pretraining_seed: int
     labels: int
@@ -106,13 +105,13 @@ class Result:
     variant: str = ""
     primary: bool = True
     fold: int = 0
-    images_seen: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
+    images_seen: NonNegativeInt = 0
+    flops: NonNegativeFloat = 0.0
+    seconds: NonNegativeFloat = 0.0
     selected: Settings = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 
     @property
     def cost(self) -> Cost:
@@ -187,6 +186,8 @@ def load(path: Path) -> tuple[list[Result], dict[str, Any]]:
             results.append(_ROW.validate_python(row | {"prediction": Prediction(**shared | own)}))
         if not all(len(row.prediction.labels) and row.prediction.is_valid for row in results):
             raise ValueError("predictions do not fit the images")
+        if not all(abs(row.accuracy - row.prediction.correct.mean()) < 1e-9 for row in results):
+            raise ValueError("accuracies are not those of the predictions")
         return results, about
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())

@@ -126,6 +126,7 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
     import pandas as pd
     from rich.console import Console
 
+    from ssl_vit.report.runs import listed
     from ssl_vit.report.tables import Shown, rich_table
     from ssl_vit.report.verdict import HALF_WIDTH
 
@@ -148,7 +149,7 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
             lines += [f"{row.arm}, {labels}, seed {row.seed}: selected {settings}"] if settings else []
             lines += row.notes
         if skipped := evaluation.about.skipped:
-            lines.append(f"{len(skipped)} unreadable sample(s) skipped")
+            lines.append(f"{len(skipped)} unreadable sample(s) skipped: {listed(skipped)}")
         for line in dict.fromkeys(lines):
             print(printable(f"{name}: {line}"))
     seconds = sum(evaluation.about.seconds for evaluation in evaluations)

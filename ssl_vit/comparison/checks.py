@@ -27,13 +27,12 @@ from ssl_vit.evaluators.features import FeatureConfig, check_features
 from ssl_vit.evaluators.labels import check_classes, choose_labeled, labeled_classes, labels_of, set_notes, short_note
 from ssl_vit.evaluators.selection import candidates_of, configured
 from ssl_vit.files import expanded, read_json, write_json
-from ssl_vit.interfaces import RunError, UserError, errors_about, is_main_process, printable, world_size
+from ssl_vit.interfaces import Budget, RunError, UserError, errors_about, is_main_process, printable, world_size
 from ssl_vit.models import factory
 from ssl_vit.progress import Say, silent
 from ssl_vit.recipe import Recipe, needs_labels, run_of, stages, training_places
 from ssl_vit.records import ComparisonRecord, TaskRecord
 from ssl_vit.report.read import PLAN
-from ssl_vit.results import Budget
 from ssl_vit.training import Precision, distributed
 
 # The source that packing writes into info.json: the name, then the options that chose images.

@@ -19,12 +19,11 @@ from ssl_vit.data import DataConfig, mixture
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.base import Evaluator
 from ssl_vit.files import read_json
-from ssl_vit.interfaces import UnknownObjective
+from ssl_vit.interfaces import Budget, UnknownObjective
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.recipe import Recipe, needs_labels, run_of, run_recipe, stages
 from ssl_vit.records import ArmKind, ReferenceKind, ReferenceRecord, TaskRecord
-from ssl_vit.results import Budget
 from ssl_vit.runs import SUMMARY
 
 # What training from scratch and an untrained encoder depend on; dropout does not change an untrained encoder.

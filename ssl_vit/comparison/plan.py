@@ -14,9 +14,8 @@ from ssl_vit.comparison.config import ONLY
 from ssl_vit.comparison.design import Design, Row
 from ssl_vit.comparison.fingerprints import fingerprint
 from ssl_vit.evaluators import ALL, runner
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Budget, UserError
 from ssl_vit.records import TaskKind, TaskRecord
-from ssl_vit.results import Budget
 
 
 class Plan(Design):

@@ -8,15 +8,17 @@ from functools import lru_cache
 
 import numpy as np
 
+from ssl_vit.data import DataConfig
 from ssl_vit.data.overlap import saw_images
 from ssl_vit.data.packing.images import channels, open_header
 from ssl_vit.data.packing.plan import by_class
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
-from ssl_vit.data.shards.reading import class_index
+from ssl_vit.data.shards.reading import class_index, decode_label
 from ssl_vit.evaluators import ALL
-from ssl_vit.interfaces import BadSample, UserError
-from ssl_vit.results import Budget, class_name
+from ssl_vit.interfaces import BadSample, Budget, UserError
+from ssl_vit.records import SkippedSample
+from ssl_vit.results import class_name
 
 _LOOKED_AT, _SHARE_OF_GRAY = 200, 0.5  # images; difference of the shares of gray images that is worth a note
 
@@ -102,7 +104,8 @@ def check_classes(shards: ShardSet) -> None:
 
 
 def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
-    """What a user must know of the two sets of an evaluation: shards of both, numbers of classes, and gray images.
+    """What a user must know of the two sets of an evaluation: shards of both, numbers of classes, training images
+    without a label, and gray images.
 
     The headers of up to 200 images of each set's first shard are read.
     """
@@ -112,6 +115,8 @@ def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
     if (shared := train.in_common(test)) or saw_images(train.places, test.spec):
         what = f"have {shared} shards in common" if shared else "have images in common"
         notes.append(f"{train.spec} and {test.spec} {what}; the accuracy is not that of new images")
+    if unlabeled := int((labels_of(train) < 0).sum()):
+        notes.append(f"{unlabeled} of {train.samples} images of {train.spec} have no valid label and are not used")
     (gray, seen), (test_gray, test_seen) = _count_gray(train), _count_gray(test)
     if seen and test_seen and abs(gray / seen - test_gray / test_seen) > _SHARE_OF_GRAY:
         notes.append(
@@ -132,25 +137,49 @@ def _count_gray(shards: ShardSet) -> tuple[int, int]:
     return sum(gray), len(gray)
 
 
-@lru_cache(maxsize=8)
 def labels_of(shards: ShardSet) -> np.ndarray:
-    """Every sample's class index, int64 (samples,), read without decoding an image; -1 where there is none.
+    """Every sample's class index, int64 (samples,), read without decoding an image; -1 where there is none that can be
+    used.
 
     Read once per process. Raises UserError where no sample has a label, and for a mixture of sets whose labels mean
     different classes.
     """
+    return _read_labels(shards)[0]
+
+
+def invalid_labels(shards: ShardSet, data: DataConfig) -> list[SkippedSample]:
+    """The samples whose label is no class index of the set; a missing or negative label means that there is none.
+
+    Raises UserError as `labels_of` does, and where `data` lets no sample be skipped.
+    """
+    invalid = _read_labels(shards)[1]
+    if invalid and data.on_bad_sample == "fail":
+        raise invalid[0].error()
+    return invalid
+
+
+@lru_cache(maxsize=8)
+def _read_labels(shards: ShardSet) -> tuple[np.ndarray, list[SkippedSample]]:
     if shards.conflict:
         raise UserError(shards.conflict)
     labels, first_index = np.full(shards.samples, -1, dtype=np.int64), shards.first_index
-    for shard in range(len(shards.urls)):
+    invalid, classes = list[SkippedSample](), len(shards.classes) if shards.classes else None
+    for shard, url in enumerate(shards.urls):
         file, first = shards.open(shard), first_index[shard]
-        for position in range(len(file.samples)):
-            label = class_index(file.read(position, ("cls",)).get("cls", b"-1"))
-            if label is not None:
+        for position, sample in enumerate(file.samples):
+            content = file.read(position, ("cls",))
+            label = class_index(content["cls"]) if "cls" in content else -1
+            if label is not None and (classes is None or label < classes):
                 labels[first + position] = label
+                continue
+            try:
+                decode_label(content, classes)
+            except BadSample as problem:
+                invalid.append(SkippedSample(shard=url, key=sample.key, reason=str(problem)))
     if (labels < 0).all():
-        raise UserError(f"{shards.spec}: the images have no labels; put them into one subfolder per class")
-    return labels
+        why = f" ({invalid[0].key}: {invalid[0].reason})" if invalid else ""
+        raise UserError(f"{shards.spec}: the images have no labels{why}; put them into one subfolder per class")
+    return labels, invalid
 
 
 def labeled_classes(shards: ShardSet) -> int:

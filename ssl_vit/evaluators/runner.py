@@ -19,10 +19,10 @@ from ssl_vit.evaluators.features import EvalContext, ImageSet
 from ssl_vit.evaluators.labels import choose_labeled, held_out_split, short_note, untrained_note
 from ssl_vit.evaluators.parts import Part, Run, unstored
 from ssl_vit.evaluators.selection import candidates_of, configured, halved, in_words, select
-from ssl_vit.interfaces import Diverged, UserError, first_line
+from ssl_vit.interfaces import Budget, Diverged, UserError, first_line
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import Cost, SweepRecord
-from ssl_vit.results import Budget, Result, Settings, scored
+from ssl_vit.results import Result, Settings, scored
 
 
 def budgets(evaluator: Evaluator, asked: Sequence[Budget]) -> tuple[Budget, ...]:

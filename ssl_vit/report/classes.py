@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ssl_vit.interfaces import Budget
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.statistics import Estimate, crossed_mean
 from ssl_vit.report.summary import EvaluationKey, rows_by_place
-from ssl_vit.results import Budget, Prediction
+from ssl_vit.results import Prediction
 
 BINS = 15  # of Guo et al. 2017 (arXiv 1706.04599)
 

@@ -14,10 +14,9 @@ from PIL import Image
 
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.reading import decode_label
-from ssl_vit.interfaces import BadSample, RunError, UserError
+from ssl_vit.interfaces import BadSample, Budget, RunError, UserError
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.summary import Difference, rows_by_place
-from ssl_vit.results import Budget
 
 EACH = 8  # images for either arm
 _SIDE = 96  # pixels, at most

@@ -167,10 +167,8 @@ class Comparison:
 def read(paths: Sequence[Path]) -> Comparison:
     """The runs in these directories side by side, or the one comparison.
 
-    Raises UserError for no path, a directory that is neither, or a comparison given together with runs.
+    Raises UserError for a directory that is neither, or a comparison given together with runs.
     """
-    if not paths:
-        raise UserError("No directory given. Give one comparison directory, or one or several run directories.")
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path}: no such directory. Give the directory that a run or a comparison wrote.")
@@ -190,6 +188,8 @@ def read_comparison(path: Path) -> Comparison:
         file = path / "tasks" / f"{task.id}.json"
         if done := results.finished(file, task.fingerprint):
             tasks[task.id] = done[1]
+            if any((row.arm, row.data, row.evaluator) != (task.arm, task.data, task.evaluator) for row in done[0]):
+                raise UserError(f"{file}: its rows are not of the task {task.id}; delete it and run the command again")
             # Not the winner of a sweep at a label budget that is not measured.
             rows += [(row, file) for row in done[0] if task.kind != "sweep" or _cell(task) in planned]
     runs: dict[str, Run] = {}

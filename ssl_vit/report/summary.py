@@ -8,11 +8,12 @@ from typing import Literal
 
 import numpy as np
 
+from ssl_vit.interfaces import Budget
 from ssl_vit.records import TaskRecord
 from ssl_vit.report import statistics
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.statistics import Estimate, Outcome
-from ssl_vit.results import Budget, Table
+from ssl_vit.results import Table
 
 Role = Literal["baseline", "supervised", "reference", "other"]
 Rows = dict[tuple[int, int], int]  # row of the table by pretraining seed and seed

@@ -132,6 +132,28 @@ def test_unreadable_labeled_images_are_counted_or_named(trained: Path, tmp_path:
     assert {row.labels for row in found.results} == {2}, "the unreadable image was not asked for"
 
 
+def test_training_images_without_a_valid_label_are_named_or_counted(trained: Path, tmp_path: Path) -> None:
+    """Of 12 images, two have a label that is no class index, and one has none."""
+    wrong = {2: b"cat", 5: b"1.5"}
+    members = {f"{n:05d}.png": encoded(Image.new("L", (8, 8), 9 * n)) for n in range(12)}
+    members |= {f"{n:05d}.cls": wrong.get(n, b"%d" % (n % 2)) for n in range(12) if n != 7}
+    write_tar(tmp_path / "some" / "000000.tar", sorted(members.items()))
+    run, sets = trained / "run", (f"{tmp_path}/some", f"{trained}/test")
+    found = api.evaluate(run, "few_shot", *sets, ["labels_per_class=all", "seeds=0"])
+    assert {row.labels for row in found.results} == {9}
+    assert {(skip.key, skip.reason) for skip in found.about.skipped} == {
+        ("00002", "label 'cat' is not a class index"),
+        ("00005", "label '1.5' is not a class index"),
+    }
+    assert any("3 of 12 images" in note and "no valid label" in note for note in found.about.notes)
+    strict = tmp_path / "strict"
+    shutil.copytree(run, strict)
+    recipe = strict / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("on_bad_sample: skip", "on_bad_sample: fail"))
+    with pytest.raises(UserError, match=r"00002: label 'cat' is not a class index \(data\.on_bad_sample=fail\)"):
+        api.evaluate(strict, "few_shot", *sets, ["labels_per_class=all", "seeds=0"])
+
+
 @pytest.mark.parametrize(
     ("run", "name", "keys", "expected"),
     [

@@ -12,6 +12,7 @@ from PIL import Image
 
 from ssl_vit import results
 from ssl_vit.files import write_json
+from ssl_vit.interfaces import Budget
 from ssl_vit.records import (
     ArmRecord,
     ComparisonRecord,
@@ -28,7 +29,7 @@ from ssl_vit.records import (
 from ssl_vit.report.read import read
 from ssl_vit.report.summary import Summary, summarize
 from ssl_vit.report.verdict import verdict
-from ssl_vit.results import Budget, Prediction, Result
+from ssl_vit.results import Prediction, Result
 from tests.tars import encoded, write_tar
 
 SUMMARY = RunSummary(

@@ -209,7 +209,6 @@ def test_a_supervised_run_used_its_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
-        (lambda folder: [], "No directory given"),
         (lambda folder: [folder / "missing"], "no such directory"),
         (lambda folder: [folder], "neither a run nor a comparison"),
         (lambda folder: [write_run(folder / "run", "a", 0.5) / "recipe.yaml"], "no such directory"),

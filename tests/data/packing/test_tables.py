@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -10,6 +11,7 @@ import huggingface_hub.constants
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
+from PIL import Image
 
 from ssl_vit.data.packing.sources import open_source
 from ssl_vit.data.packing.sources.base import Source
@@ -269,3 +271,56 @@ def test_a_table_behind_a_link_has_the_time_of_what_it_names(tmp_path: Path) -> 
     before = open_source(str(tmp_path / "link.parquet")).modified
     os.utime(tmp_path / "there.parquet", ns=(10**18, 10**18))
     assert open_source(str(tmp_path / "link.parquet")).modified != before
+
+
+def described(folder: Path, labels: Sequence[str], header: str = "file_name,label") -> str:
+    """A folder of images with a metadata.csv."""
+    folder.mkdir()
+    for number in range(len(labels)):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+    rows = [f"{number}.png,{label}" for number, label in enumerate(labels)]
+    (folder / "metadata.csv").write_text("\n".join([header, *rows]) + "\n")
+    return str(folder)
+
+
+def test_classes_of_a_metadata_file_keep_their_leading_zeros(tmp_path: Path) -> None:
+    source = open_source(described(tmp_path / "codes", ["007", "012", "007", "100"]))
+    assert source.classes == ["007", "012", "100"]
+    assert source.labels is not None and source.labels.tolist() == [0, 1, 0, 2]
+    mixed = open_source(described(tmp_path / "mixed", ["01", "1", "oak", "01"]))
+    assert mixed.classes is not None and set(mixed.classes) == {"01", "1", "oak"}
+    with pytest.raises(UserError, match=r"'01' and '1' of .*metadata\.csv are the same number"):
+        open_source(described(tmp_path / "merged", ["01", "1", "2", "2"]))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["1", "2", "", "2"], r"column 'label' holds neither integers nor names \(it was read as float64"),
+        (["1.5", "2.0"], "column 'label' holds neither integers nor names"),
+        (["None", "null"], "column 'label' holds neither integers nor names"),
+        (["oak", "NA"], r"1 of 2 rows have no 'label'.*NA, None and null in a CSV file mean empty"),
+        (["100000000000000000000", "1"], "cannot be read as a dataset"),
+        ([], "cannot be read as a dataset"),
+    ],
+)
+def test_a_metadata_file_with_unusable_labels_is_an_error(tmp_path: Path, labels: list[str], message: str) -> None:
+    spec = described(tmp_path / "set", labels)
+    if not labels:
+        Image.new("RGB", (8, 8)).save(tmp_path / "set" / "other.png")
+    with pytest.raises(UserError, match=message):
+        open_source(spec)
+
+
+def test_a_metadata_file_that_names_an_image_elsewhere_gives_the_reason(tmp_path: Path) -> None:
+    spec = described(tmp_path / "set", ["oak", "elm"])
+    with (tmp_path / "set" / "metadata.csv").open("a") as file:
+        file.write("../elsewhere.png,oak\n")
+    with pytest.raises(UserError, match=r"cannot be read as a dataset: .*elsewhere\.png"):
+        open_source(spec)
+
+
+def test_a_metadata_file_without_file_names_is_noted(tmp_path: Path) -> None:
+    spec = described(tmp_path / "set", ["oak", "elm"], header="File_Name,Label")
+    with pytest.warns(UserWarning, match=r"metadata\.csv was not read: it has no column file_name"):
+        assert open_source(spec).labels is None

@@ -12,12 +12,16 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 from pyarrow import ArrowNotImplementedError, compute  # type: ignore[import-untyped]
 
 from ssl_vit.data.packing.sources.base import METADATA, TABLES, Source, find_split, is_image, read_file
 from ssl_vit.interfaces import BadSample, UserError, first_line, printable
 
 _LABELS = ("label", "labels", "class", "target", "cls")  # usual names of their column
+# What `datasets` raises for damaged tables: IndexError for no rows, OverflowError for numbers of more than 64 bits,
+# RuntimeError for a dataset with a script.
+_FAILURES = (ValueError, OSError, RuntimeError, LookupError, OverflowError, TypeError)
 
 
 def list_splits(spec: str, path: Path | None) -> list[str]:
@@ -45,14 +49,16 @@ def open_table(
         images = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
     except (TypeError, ValueError, ArrowNotImplementedError) as error:
         raise UserError(f"{spec}: column {column!r} does not hold images: {first_line(error)}") from None
-    label_column = label_column or _label_column(spec, table)
     files = [path, *path.rglob("*")] if path else []
     described = path is not None and any((path / name).exists() for name in METADATA)
+    label_column = label_column or _label_column(spec, table, described)
     if described and (others := sum(is_image(file.name) for file in files) - sum(map(len, tables.values()))) > 0:
         warnings.warn(f"{spec}: its metadata file does not list {others} of its images: not packed", stacklevel=3)
     if not label_column and described:
         warnings.warn(f"{spec}: its metadata file has no label column: packed without labels", stacklevel=3)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
+    if path and label_column and classes and all(name.isdecimal() for name in classes):
+        classes = _as_written(spec, classes, path, label_column)
     name = f"{spec if path is None else printable(path.resolve().name)} (datasets){part and f', split {part}'}"
     root = (path if path.is_dir() else path.parent) if path else Path()
     return Source(
@@ -114,11 +120,12 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
     except datasets.exceptions.DatasetNotFoundError as error:
         what = f"{spec}: no such file or folder, and no such dataset on the Hugging Face hub"
         raise UserError(f"{what}: {first_line(error)}") from None
-    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # Runtime: has a script
+    except (*_FAILURES, datasets.exceptions.DatasetsError) as error:
         if path is None and "available configs" in str(error):
             listed = str(error).partition("available configs: ")[2].partition("]")[0]
             raise UserError(f"{spec} has several configurations; name one, as hf:NAME:CONFIG: {listed}]") from None
-        raise UserError(f"{spec}: cannot be read as a dataset: {' '.join(str(error).split())[:500]}") from None
+        reasons = [str(error), *([first_line(error.__cause__)] if error.__cause__ else [])]
+        raise UserError(f"{spec}: cannot be read as a dataset: {' '.join(' '.join(reasons).split())[:500]}") from None
     return {"": loaded} if isinstance(loaded, datasets.Dataset) else dict(loaded)
 
 
@@ -136,15 +143,22 @@ def _image_column(spec: str, table: datasets.Dataset) -> str:
     raise UserError(f"{spec}: {what} images; {give}: {', '.join(columns or table.features)}")
 
 
-def _label_column(spec: str, table: datasets.Dataset) -> str | None:
-    """The only ClassLabel column; else an int or string column with the name of a label; else none."""
+def _label_column(spec: str, table: datasets.Dataset, described: bool) -> str | None:
+    """The only ClassLabel column; else an int or string column with the name of a label; else none.
+
+    described: whether the user's metadata file has the columns, so that one with the name of a label is meant as such.
+    """
     columns = [name for name, feature in table.features.items() if isinstance(feature, datasets.ClassLabel)]
     columns = columns or [
         name for name, feature in table.features.items() if name.lower() in _LABELS and _is_name_or_number(feature)
     ]
     if not columns and (unread := [name for name in table.features if name.lower() in _LABELS]):
-        what = "holds neither integers nor names: packed without labels"
-        warnings.warn(f"{spec}: column {unread[0]!r} {what}", stacklevel=4)
+        what = f"column {unread[0]!r} holds neither integers nor names"
+        if described:
+            found = table.features[unread[0]]
+            kind = f"it was read as {getattr(found, 'dtype', found)}; numbers beside empty cells become fractions"
+            raise UserError(f"{spec}: {what} ({kind}): give every image a label, or rename the column")
+        warnings.warn(f"{spec}: {what}: packed without labels", stacklevel=4)
     if len(columns) > 1 and "label" not in columns:
         give = "set label_column (`shards make --label-column`) to one of"
         raise UserError(f"{spec} has several label columns; {give}: {', '.join(columns)}")
@@ -180,5 +194,21 @@ def _labels(
         return None, None
     if len(missing):
         what = f"{len(missing)} of {len(labels)} rows have no {column!r} (first: row {missing[0]})"
-        raise UserError(f"{spec}: {what}; label them, or move unlabeled images into a folder of their own")
+        how = "label them (NA, None and null in a CSV file mean empty)"
+        raise UserError(f"{spec}: {what}; {how}, or move unlabeled images into a folder of their own")
     return classes, labels
+
+
+def _as_written(spec: str, classes: list[str], path: Path, column: str) -> list[str]:
+    """Class names as the metadata.csv of a folder has them: `datasets` reads the names 007 and 7 as one number."""
+    written = dict[str, str]()
+    for file in (*path.glob("metadata.csv"), *path.glob("*/metadata.csv")):
+        frame = pd.read_csv(file, dtype=str, keep_default_na=False)
+        for text in frame.get(column, pd.Series(dtype=str)).unique():
+            name = str(int(text)) if text.isdecimal() else text
+            if written.setdefault(name, text) != text:
+                raise UserError(
+                    f"{spec}: the classes {written[name]!r} and {text!r} of {file} are the same number: write each "
+                    "class in one way, or with letters"
+                )
+    return [written.get(name, name) for name in classes]
