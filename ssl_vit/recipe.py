@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 from ssl_vit import arms, plugins
 from ssl_vit.data import DataConfig, train_and_test
 from ssl_vit.files import expanded, write_text
-from ssl_vit.interfaces import Config, LocalPath, ObjectiveConfig, UnknownObjective, UserError
+from ssl_vit.interfaces import Config, LocalPath, ObjectiveConfig, UnknownObjective, UserError, errors_about
 from ssl_vit.keys import close_key, nested
 from ssl_vit.models import EncoderConfig
 from ssl_vit.overrides import MAX_BYTES, PLACE, Overrides, check_nesting, flatten, merge, parsed, without_references
@@ -117,7 +117,8 @@ def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     base = loaded.pop("base", None)
     if base is None:
         return _onto(OmegaConf.create(), loaded, str(path))
-    under = find(str(base), path)
+    with errors_about(f"{path}: base"):
+        under = find(str(base), path)
     if under.resolve() in {seen.resolve() for seen in (path, *above)}:
         raise UserError(f"{path}: base={base} is circular")
     return _onto(_open(under, (path, *above)), loaded, str(path))

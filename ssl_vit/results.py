@@ -231,7 +231,7 @@ def evaluations(folder: Path) -> tuple[dict[Path, Evaluation], list[Path]]:
     """
     digest = sha256(newest) if (newest := weights_file(folder)) else None
     current, outdated = dict[Path, Evaluation](), list[Path]()
-    for path in sorted((folder / RESULTS).glob("*.json")):
+    for path in sorted(filter(Path.is_file, (folder / RESULTS).glob("*.json"))):
         if digest and read_json(path).get("sha256", digest) != digest:
             outdated.append(path)
         else:

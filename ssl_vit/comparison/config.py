@@ -129,8 +129,7 @@ class ComparisonConfig(Config):
         for name in ("seeds", "frozen_seeds"):
             seeds = info.data.get(name)
             if seeds and len(seeds) < pretrainings:
-                needed = f"at least {pretrainings} {name}, such as {[*range(pretrainings)]}"
-                raise ValueError(f"{pretrainings} pretrainings need {needed}; got {[*seeds]}")
+                raise ValueError(f"{pretrainings} pretrainings need at least as many {name}; there are {len(seeds)}")
         return pretrainings
 
     @field_validator("arms")

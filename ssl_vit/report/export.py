@@ -32,7 +32,7 @@ def export(comparison: Comparison, form: str) -> str:
     if form == "json":
         return json.dumps(without_credentials(as_json(comparison)), indent=1) + "\n"
     summary = summarize(comparison)
-    shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
+    shown, mark, less = {"markdown": (markdown, "", "\\<"), "latex": (latex, "% ", "<")}[form]
     tables = [*all_tables(comparison, summary), sweep_table(comparison)]
     texts = [shown(table) for table in tables if len(table.frame)]
     title = comparison.record.title or comparison.record.name
@@ -42,7 +42,9 @@ def export(comparison: Comparison, form: str) -> str:
         interval(comparison, summary),
     ]
     last = [*notes(comparison), *provenance(comparison)]
-    before, after = ([f"{mark}{' '.join(note.split())}\n" for note in part] for part in (first, last))
+    before, after = (
+        [f"{mark}{' '.join(note.split())}\n".replace("<", less) for note in part] for part in (first, last)
+    )
     return without_credentials("\n".join([*before, *texts, *after]))
 
 
@@ -133,7 +135,8 @@ def markdown(shown: Shown) -> str:
     lines = [
         " | ".join(" ".join(cell.split()).replace("|", "\\|").replace("<", "\\<") for cell in row) for row in cells
     ]
-    return "\n".join([f"**{shown.title}**\n", *(f"| {line} |" for line in lines), ""])
+    title = shown.title.replace("<", "\\<")
+    return "\n".join([f"**{title}**\n", *(f"| {line} |" for line in lines), ""])
 
 
 def latex(shown: Shown) -> str:

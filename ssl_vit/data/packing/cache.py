@@ -36,7 +36,7 @@ from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError, printable
 
 HOLDOUT = 0.2  # of each class or all images, for `#test` of data without splits
-_PART = re.compile(r"(?P<place>.+)#(?P<part>[\w.-]+)")
+_PART = re.compile(r"(?P<place>.+)#(?P<part>[\w.-]+)", re.DOTALL)
 _LISTS = (INFO, ABOUT, RECORD)
 _BESIDE = 3 << 10  # bytes of headers, padding, label and name that a shard holds beside each image
 _SET = re.compile(r".+-[0-9a-f]{16}")  # the name of a folder in the cache; see `_set`
