@@ -120,10 +120,10 @@ def test_rows_of_wrong_types_are_named(tmp_path: Path, fields: dict[str, Any]) -
 
 def test_a_table_has_a_row_per_key_the_later_one(tmp_path: Path) -> None:
     save(tmp_path / "old.json", ROWS)
-    save(tmp_path / "new.json", [replace(ROWS[1], accuracy=0.0)])
+    save(tmp_path / "new.json", [replace(ROWS[1], labels=7)])
     table = Table([row for name in ("old", "new") for row in load(tmp_path / f"{name}.json")[0]])
     assert list(table.frame.columns) == list(COLUMNS) and set(KEY) <= set(COLUMNS)
-    assert table.frame["accuracy"].tolist() == [4 / 6, 0.0]
+    assert table.frame["labels"].tolist() == [ROWS[0].labels, 7]
     assert Table([]).frame.empty and list(Table([]).frame.columns) == list(COLUMNS)
 
 

@@ -17,6 +17,7 @@ from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.records import ComparisonRecord, ReferenceRecord, TaskRecord, TaskResult
 from ssl_vit.report import plots
 from ssl_vit.report.page import write_report
+from ssl_vit.report.statistics import Estimate
 from tests.report.made import ARMS, SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
 
 HOSTILE = '<script>alert("1")</script> $x_1$ & Co'
@@ -98,6 +99,15 @@ def test_an_arm_has_one_color_everywhere(comparison: Path, tmp_path: Path) -> No
     text = Page(write_report([comparison], tmp_path / "report.html")).text
     for color in plots.PALETTE[:2]:
         assert f"background:{color}" in text and f"stroke: {color}" in text
+
+
+def test_curves_name_an_arm_that_begins_with_an_underscore() -> None:
+    style, estimates = (
+        plots.styles_of(["a"])["a"],
+        [Estimate(mean, 0.1, 0.05, 7.0, 0.0, 0.0, 0.0, 8, 100) for mean in (0.5, 0.6)],
+    )
+    drawn = plots.accuracy_curve([plots.Curve("_mine", style, [1, 10], estimates)], "x", "y", {"_hidden": 50.0})
+    assert "_mine" in drawn and "_hidden" not in drawn
 
 
 def test_pictures_of_an_arm_without_a_run_are_shown(tmp_path: Path) -> None:
