@@ -135,6 +135,7 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
     probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
     probe.context.skipped += dropped_from([labeled], settings.data) if settings.probe.data else []
+    probe.context.skipped += invalid_labels(labeled, settings.data)
     return [Probe(settings.probe, probe, probe.skipped)]
 
 

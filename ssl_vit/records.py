@@ -70,7 +70,7 @@ class SweepRecord(Config):
 
 
 class SkippedSample(Config):
-    """A sample that could not be read."""
+    """A sample that could not be used: its image cannot be read, or its label is not valid."""
 
     shard: str
     key: str

@@ -149,7 +149,7 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
             lines += [f"{row.arm}, {labels}, seed {row.seed}: selected {settings}"] if settings else []
             lines += row.notes
         if skipped := evaluation.about.skipped:
-            lines.append(f"{len(skipped)} unreadable sample(s) skipped: {listed(skipped)}")
+            lines.append(f"{len(skipped)} sample(s) could not be used: {listed(skipped)}")
         for line in dict.fromkeys(lines):
             print(printable(f"{name}: {line}"))
     seconds = sum(evaluation.about.seconds for evaluation in evaluations)

@@ -22,9 +22,8 @@ from ssl_vit.data import mixture
 from ssl_vit.data.overlap import overlaps
 from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
-from ssl_vit.evaluators import runner, several
+from ssl_vit.evaluators import labels, runner, several
 from ssl_vit.evaluators.features import FeatureConfig, check_features
-from ssl_vit.evaluators.labels import check_classes, choose_labeled, labeled_classes, labels_of, set_notes, short_note
 from ssl_vit.evaluators.selection import candidates_of, configured
 from ssl_vit.files import expanded, read_json, write_json
 from ssl_vit.interfaces import Budget, RunError, UserError, errors_about, is_main_process, printable, world_size
@@ -78,7 +77,7 @@ def check(
             check_same_classes(train.classes, test.classes, f"{train.spec} and {test.spec}")
             places = [chosen.train] if isinstance(chosen.train, str) else chosen.train
             _check_apart(places, train, test, ", and settings are selected on training images")
-            for note in set_notes(train, test):
+            for note in labels.set_notes(train, test):
                 say(f"note: {note}")
             _note_one_source(train, test, say, "the evaluators train on test images")
             opened |= {plan.part(name, "train", fold): train, plan.part(name, "test", fold): test}
@@ -94,7 +93,7 @@ def check(
                     _note_one_source(shards, test, say, f"arms.{arm} is pretrained on test images")
                 stage.check(with_data, shards, here=trial)
                 if probe:
-                    labels_of(open_shards(probe.data, remote) if probe.data else shards)
+                    labels.labels_of(open_shards(probe.data, remote) if probe.data else shards)
     tests = [opened[plan.part(name, "test", fold)] for name in sets for fold in plan.folds]
     for arm, settings in plan.recipes.items():
         if arm not in study.recipes:  # weights of a run
@@ -216,17 +215,19 @@ def check_precision(study: Study, plan: Plan) -> None:
 
 
 def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord, here: bool) -> None:
-    """Raises UserError where an evaluator cannot work with the encoder of a task, at next to no cost. here: as of
+    """Raises UserError where an evaluator cannot work with the encoder of a task, at next to no cost. here: as in
     `stage.check`."""
     row = plan.rows[task.arm]
     evaluator, own_recipe = plan.evaluator(task.data, task.evaluator, row.name), plan.recipes.get(row.like)
     if row.kind == "pixels":
         return
     train, test = (opened[plan.part(task.data, part, task.fold)] for part in ("train", "test"))
-    labels, (budgets, seeds) = labels_of(train), plan.budgets_and_seeds(task)
+    known, (budgets, seeds) = labels.labels_of(train), plan.budgets_and_seeds(task)
     given = plan.study.comparison.arms[row.like].weights or ""
     encoder = factory.load(given) if own_recipe is None else plan.outline(row.like)
-    drawn = np.unique(np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds]))
+    drawn = np.unique(
+        np.concatenate([labels.choose_labeled(known, budget, seed) for budget in budgets for seed in seeds])
+    )
     for settings in candidates_of(evaluator):
         candidate = configured(evaluator, settings)
         if isinstance(candidate.config, FeatureConfig):
@@ -237,9 +238,9 @@ def _check_evaluator(plan: Plan, opened: dict[str, ShardSet], task: TaskRecord, 
     if evaluator.needs_head and row.name in plan.study.recipes:
         ours = opened[plan.part(row.name, "pretrain", task.fold)]
         check_same_classes(ours.classes, test.classes, f"{ours.spec} and {test.spec}")
-    classes = int(labels.max()) + 1
+    classes = int(known.max()) + 1
     for budget in budgets:
-        images = choose_labeled(labels, budget, next(iter(seeds)))
+        images = labels.choose_labeled(known, budget, next(iter(seeds)))
         trainings = runner.training_recipes(evaluator, labeled(own_recipe, train), len(images), sweep=True)
         # Candidates that differ in the learning rate alone are checked once.
         different = {training.model_dump_json(exclude={"optim": {"lr"}}): training for training in trainings}
@@ -277,20 +278,22 @@ def check_directory(study: Study) -> None:
 
 def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
     """Raises UserError where a dataset's labels cannot be evaluated on; prints which classes have few images."""
-    labels, _ = labels_of(train), labels_of(test)
-    check_classes(train)
+    known, _ = labels.labels_of(train), labels.labels_of(test)
+    for settings in plan.recipes.values():
+        labels.invalid_labels(train, settings.data)  # raises where none may be skipped
+    labels.check_classes(train)
     budgets = set[Budget]()
     for (data, evaluator, arm), built in plan.evaluators.items():
         if data == name:
             budgets.update(runner.budgets(built, plan.study.comparison.labels_per_class))
             with errors_about(f"evaluators.{evaluator}"):
-                runner.check_held_out(built, labels)
+                runner.check_held_out(built, known)
             swept = runner.has_sweep(built) and not arm
-            if swept and (scored := runner.held_out_classes(built, labels)) < (count := labeled_classes(train)):
+            if swept and (scored := runner.held_out_classes(built, known)) < (count := labels.labeled_classes(train)):
                 say(
                     f"note: evaluators.{evaluator}: settings are selected on images of {scored} of {count} classes; a "
                     "higher held_out would include more"
                 )
     for budget in sorted(budget for budget in budgets if isinstance(budget, int)):
-        for note in short_note(labels, budget, labels, train.classes):
+        for note in labels.short_note(known, budget, known, train.classes):
             say(printable(f"note: {train.spec}: {note}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -116,7 +117,8 @@ def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
         what = f"have {shared} shards in common" if shared else "have images in common"
         notes.append(f"{train.spec} and {test.spec} {what}; the accuracy is not that of new images")
     if unlabeled := int((labels_of(train) < 0).sum()):
-        notes.append(f"{unlabeled} of {train.samples} images of {train.spec} have no valid label and are not used")
+        count = f"{unlabeled} of {train.samples} images of {train.spec}"
+        notes.append(f"{count} have no valid label and are not used as labeled images")
     (gray, seen), (test_gray, test_seen) = _count_gray(train), _count_gray(test)
     if seen and test_seen and abs(gray / seen - test_gray / test_seen) > _SHARE_OF_GRAY:
         notes.append(
@@ -148,7 +150,7 @@ def labels_of(shards: ShardSet) -> np.ndarray:
 
 
 def invalid_labels(shards: ShardSet, data: DataConfig) -> list[SkippedSample]:
-    """The samples whose label is no class index of the set; a missing or negative label means that there is none.
+    """The samples with a label that is no class index of the set.
 
     Raises UserError as `labels_of` does, and where `data` lets no sample be skipped.
     """
@@ -168,12 +170,12 @@ def _read_labels(shards: ShardSet) -> tuple[np.ndarray, list[SkippedSample]]:
         file, first = shards.open(shard), first_index[shard]
         for position, sample in enumerate(file.samples):
             content = file.read(position, ("cls",))
-            label = class_index(content["cls"]) if "cls" in content else -1
-            if label is not None and (classes is None or label < classes):
+            label = class_index(content["cls"]) if "cls" in content else None
+            if label is not None and 0 <= label < (classes or math.inf):
                 labels[first + position] = label
                 continue
             try:
-                decode_label(content, classes)
+                decode_label(content, classes)  # says what is wrong with a label that is there
             except BadSample as problem:
                 invalid.append(SkippedSample(shard=url, key=sample.key, reason=str(problem)))
     if (labels < 0).all():

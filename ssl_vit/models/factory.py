@@ -128,13 +128,14 @@ def write_config(
     """Write timm's `config.json`, from which `timm.create_model("local-dir:FOLDER")` builds the same model.
 
     resize: as `data.evaluation_resize`.
-    pooling: pooling of the model's output, where timm can express it (`token`, `mean`); None: the encoder's own.
+    pooling: pooling of the model's output, where this model has it in timm (`token`, `mean`); else, the encoder's own.
     more: other entries.
     """
     arguments, pools = dict(encoder.arguments), {}
     if isinstance(encoder, ViTEncoder):
         own = encoder.network.global_pool
-        pools = {"global_pool": _POOLS.get(str(pooling), own)}
+        possible = pooling != "token" or encoder.has_class_token
+        pools = {"global_pool": _POOLS.get(str(pooling), own) if possible else own}
         if pools["global_pool"] != own:
             arguments |= pools | {"fc_norm": not isinstance(encoder.network.fc_norm, nn.Identity)}
     content = {

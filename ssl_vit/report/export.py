@@ -32,7 +32,7 @@ def export(comparison: Comparison, form: str) -> str:
     if form == "json":
         return json.dumps(without_credentials(as_json(comparison)), indent=1) + "\n"
     summary = summarize(comparison)
-    shown, mark, less = {"markdown": (markdown, "", "\\<"), "latex": (latex, "% ", "<")}[form]
+    shown, mark, less = {"markdown": (markdown, "", "&lt;"), "latex": (latex, "% ", "<")}[form]
     tables = [*all_tables(comparison, summary), sweep_table(comparison)]
     texts = [shown(table) for table in tables if len(table.frame)]
     title = comparison.record.title or comparison.record.name
@@ -133,9 +133,9 @@ def markdown(shown: Shown) -> str:
     """A caption and a pipe table."""
     cells = [list(shown.frame.columns), ["---"] * len(shown.frame.columns), *shown.frame.to_numpy().tolist()]
     lines = [
-        " | ".join(" ".join(cell.split()).replace("|", "\\|").replace("<", "\\<") for cell in row) for row in cells
+        " | ".join(" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in row) for row in cells
     ]
-    title = shown.title.replace("<", "\\<")
+    title = shown.title.replace("<", "&lt;")
     return "\n".join([f"**{title}**\n", *(f"| {line} |" for line in lines), ""])
 
 

@@ -28,6 +28,7 @@ from ssl_vit.report.plots import (
     loss_curves,
     reliability,
     styles_of,
+    visible,
 )
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import OBJECTIVES, flat, metric_name, pictures, used
@@ -186,7 +187,7 @@ def _studies(comparison: Comparison, summary: Summary) -> Iterator[tuple[str, Ma
     for place, budget in dict.fromkeys((row.place, row.labels_per_class) for row in summary.accuracies if sizes):
         rows = [row for row in summary.accuracies if (row.place, row.labels_per_class) == (place, budget)]
         sized = [row for row in rows if row.arm in sizes]
-        levels = {comparison.label(row.arm): 100 * row.estimate.mean for row in rows if row not in sized}
+        levels = {visible(comparison.label(row.arm)): 100 * row.estimate.mean for row in rows if row not in sized}
         if curves := _curves(sized, lambda row: series[row.arm], lambda row: sizes[row.arm], styles):
             title = f"{tables.place_title(comparison, place)}, labels per class: {budget}"
             metric = metric_name(comparison.record.metrics[place.data])

@@ -80,7 +80,7 @@ def accuracy_curve(curves: Sequence[Curve], xlabel: str, ylabel: str, levels: Ma
                 axes.fill_between(x, y - half, y + half, color=color, alpha=0.16, linewidth=0)
             else:  # measured at this one place only
                 axes.errorbar(x, y, yerr=half, color=color, capsize=4, linewidth=1.5)
-            axes.plot(x, y, color=color, marker=marker, markersize=6.5, linewidth=2.4, label=_visible(label), zorder=3)
+            axes.plot(x, y, color=color, marker=marker, markersize=6.5, linewidth=2.4, label=visible(label), zorder=3)
         for number, (label, height) in enumerate(levels.items()):
             color = INK if label.startswith("_") else PALETTE[-1 - number % 7]
             axes.axhline(height, color=color, linewidth=1.6, linestyle=(0, (5, 3)), label=label)
@@ -128,7 +128,7 @@ def loss_curves(runs: Mapping[str, tuple[Style, pd.DataFrame]]) -> Markup | None
             parts = frame.groupby(np.arange(len(frame)) * min(300, len(frame)) // len(frame)).mean()
             color, marker = runs[label][0].color, "o" if len(parts) == 1 else None
             axes.plot(
-                parts["images_seen"], parts["loss"], color=color, linewidth=2, marker=marker, label=_visible(label)
+                parts["images_seen"], parts["loss"], color=color, linewidth=2, marker=marker, label=visible(label)
             )
             if parts["constant_loss"].notna().any():
                 name, dashes = f"constant baseline, {label}", (0, (4, 3))
@@ -172,7 +172,7 @@ def reliability(curves: Mapping[str, tuple[Style, Calibration]]) -> Markup:
         axes.plot([0, 100], [0, 100], color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="_calibrated")
         for name, ((color, marker), calibration) in curves.items():
             x, y = 100 * calibration.confidence, 100 * calibration.accuracy
-            axes.plot(x, y, color=color, linewidth=1.2, alpha=0.6, label=_visible(name))
+            axes.plot(x, y, color=color, linewidth=1.2, alpha=0.6, label=visible(name))
             axes.scatter(x, y, s=12 + 150 * calibration.share, color=color, marker=marker, linewidths=0, zorder=3)
         axes.set(xlim=(0, 101), ylim=(0, 101))
         return _embed(figure, axes, "confidence, %", "test accuracy, %")
@@ -191,7 +191,7 @@ def _embed(figure: Figure, axes: Axes, xlabel: str, ylabel: str) -> Markup:
     return _svg(figure)
 
 
-def _visible(name: str) -> str:
+def visible(name: str) -> str:
     """The name in a form that legends show: matplotlib hides lines whose label begins with `_`."""
     return f"\u200b{name}" if name.startswith("_") else name
 

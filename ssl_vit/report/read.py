@@ -165,7 +165,7 @@ class Comparison:
 
 
 def read(paths: Sequence[Path]) -> Comparison:
-    """The runs in these directories side by side, or the one comparison.
+    """The runs in these directories (one or more) side by side, or the one comparison.
 
     Raises UserError for a directory that is neither, or a comparison given together with runs.
     """

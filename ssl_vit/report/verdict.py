@@ -112,7 +112,7 @@ def notes(comparison: Comparison) -> list[str]:
     if pretrainings > 1 and any(arm.kind == "pretrained" for arm in comparison.record.arms):
         seed += f" Each pretrained arm has {pretrainings} pretrainings; each seed uses one of them."
     of_rows = by_dataset(comparison, ((row.data, note) for row in comparison.table.results for note in row.notes))
-    skipped = [f"{len(comparison.skipped)} unreadable sample(s) were skipped: {listed(comparison.skipped)}."]
+    skipped = [f"{len(comparison.skipped)} sample(s) could not be used: {listed(comparison.skipped)}."]
     given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
     return [seed, *given, *of_rows, *(skipped if comparison.skipped else [])]
 

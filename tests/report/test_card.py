@@ -82,7 +82,7 @@ def test_the_card_tells_the_runs_story(run: Path, make_encoder: Make) -> None:
     assert found["digits_ssl"][0].startswith("50.0") and found["raw pixels"][0].startswith("25.0")
     assert found["raw pixels"][1] == "25.0 (1 of 2 seeds)", "one seed has no interval"
     assert "fewer than 2 images" in text and "half-width of a 95% interval" in text
-    assert "1 unreadable sample(s) were skipped: s.tar: k (cut)" in text
+    assert "1 sample(s) could not be used: s.tar: k (cut)" in text
     recipe = re.search(r"```yaml\n(.*?)\n```", text, re.DOTALL)
     assert recipe is not None
     assert recipe[1] == (run / "recipe.yaml").read_text().strip()

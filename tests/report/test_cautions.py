@@ -64,7 +64,7 @@ def test_cautions(folder: Path) -> None:
     assert "edge of the sweep: optim.lr 0.1 (training from scratch)" in text, "0.1 of 0.05, 0.1, 0.2 is no edge"
     comparison = read([write_comparison(folder.parent / "again", two_arms(0.2), skipped=skipped, notes=("a note",))])
     assert {"a note"} < set(notes(comparison))
-    assert "7 unreadable sample(s) were skipped: a.tar: 0 (cut); " in notes(comparison)[-1]
+    assert "7 sample(s) could not be used: a.tar: 0 (cut); " in notes(comparison)[-1]
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0])

@@ -16,7 +16,9 @@ from ssl_vit.files import write_json
 from ssl_vit.interfaces import RunError, UserError
 from ssl_vit.records import ComparisonRecord, ReferenceRecord, TaskRecord, TaskResult
 from ssl_vit.report import plots
+from ssl_vit.report.export import export
 from ssl_vit.report.page import write_report
+from ssl_vit.report.read import read
 from ssl_vit.report.statistics import Estimate
 from tests.report.made import ARMS, SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
 
@@ -68,6 +70,11 @@ def comparison(tmp_path: Path) -> Path:
     for name in ("filters", "attention_rollout", "feature_map"):
         (folder / "ssl/inspect" / f"{name}.png").write_bytes(PNG)
     return folder
+
+
+def test_markup_is_escaped_in_markdown(comparison: Path) -> None:
+    text = export(read([comparison]), "markdown")
+    assert "&lt;script>" in text.splitlines()[0] and "<" not in text
 
 
 def test_the_page_is_whole_and_fetches_nothing(comparison: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -223,6 +224,22 @@ def test_what_cannot_be_reported_is_named(tmp_path: Path, prepare: Callable[[Pat
     with pytest.raises(UserError, match=words) as error:
         read(paths)
     assert not paths or str(paths[0]) in str(error.value)
+
+
+def test_edited_tasks_and_plans_are_refused(tmp_path: Path) -> None:
+    folder = write_comparison(tmp_path / "c", two_arms())
+    task = min((folder / "tasks").glob("digits-*.json"))
+    whole = task.read_text()
+    task.write_text(json.dumps(json.loads(whole) | {"rows": [json.loads(whole)["rows"][0] | {"evaluator": "other"}]}))
+    with pytest.raises(UserError, match=rf"{task.name}: its rows are not of the task"):
+        read([folder])
+    task.write_text(whole)
+    plan = json.loads((folder / "plan.json").read_text())
+    changes: list[dict[str, Any]] = [{"arms": []}, {"folds": 0}, {"max_seeds": -1}]
+    for change in changes:
+        (folder / "plan.json").write_text(json.dumps(plan | change))
+        with pytest.raises(UserError, match=rf"plan\.json: .*\({next(iter(change))}: "):
+            read([folder])
 
 
 def test_files_of_another_version_are_refused_in_one_sentence(tmp_path: Path) -> None:

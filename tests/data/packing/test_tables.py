@@ -287,9 +287,11 @@ def test_classes_of_a_metadata_file_keep_their_leading_zeros(tmp_path: Path) -> 
     source = open_source(described(tmp_path / "codes", ["007", "012", "007", "100"]))
     assert source.classes == ["007", "012", "100"]
     assert source.labels is not None and source.labels.tolist() == [0, 1, 0, 2]
+    spaced = open_source(described(tmp_path / "spaced", [" -1", " 012"]))
+    assert spaced.classes == ["-1", "012"]
     mixed = open_source(described(tmp_path / "mixed", ["01", "1", "oak", "01"]))
     assert mixed.classes is not None and set(mixed.classes) == {"01", "1", "oak"}
-    with pytest.raises(UserError, match=r"'01' and '1' of .*metadata\.csv are the same number"):
+    with pytest.raises(UserError, match=r"'01' and '1' in metadata\.csv are one number"):
         open_source(described(tmp_path / "merged", ["01", "1", "2", "2"]))
 
 
@@ -310,6 +312,14 @@ def test_a_metadata_file_with_unusable_labels_is_an_error(tmp_path: Path, labels
         Image.new("RGB", (8, 8)).save(tmp_path / "set" / "other.png")
     with pytest.raises(UserError, match=message):
         open_source(spec)
+
+
+def test_the_metadata_file_of_a_split_has_to_have_labels_too(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        described(tmp_path / "set" / split, ["1", ""])
+    with pytest.raises(UserError, match="column 'label' holds neither integers nor names"):
+        open_source(str(tmp_path / "set"), split="train")
 
 
 def test_a_metadata_file_that_names_an_image_elsewhere_gives_the_reason(tmp_path: Path) -> None:

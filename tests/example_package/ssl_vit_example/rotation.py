@@ -12,7 +12,7 @@ from ssl_vit.models.encoder import Encoder
 
 
 class Config(ObjectiveConfig):
-    pooling: ClassVar[str] = "mean"  # of exports; `name` is there, and keys of the objective go here
+    pooling: ClassVar[str] = "mean"  # of timm's model; `name` is there, and keys of the objective go here
 
 
 class Objective(nn.Module):

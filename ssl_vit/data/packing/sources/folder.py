@@ -29,7 +29,7 @@ def list_splits(root: Path) -> list[str]:
 
 def open_folder(root: Path, split: str | None) -> Source:
     """One sub-folder per class, or flat and unlabeled. split: picks a folder where train, test, val are above these."""
-    name, class_roots, inside = printable(root.resolve().name), [root], {*_sub_folders(root)}
+    whole, name, class_roots, inside = root, printable(root.resolve().name), [root], {*_sub_folders(root)}
     if split is None and "train" in inside and len(inside & _SPLITS) > 1 and (others := sorted(inside - _SPLITS)):
         raise UserError(
             f"{root} holds splits and other folders ({', '.join(others[:3])}): move the others away, "
@@ -81,8 +81,9 @@ def open_folder(root: Path, split: str | None) -> Source:
         counts.append(len(images))
         if folder and all("/" in file for file, _, _ in images):
             deeper[folder] = sorted({file.partition("/")[0] for file, _, _ in images})
-    described = [entry for folder in {root, *class_roots} for entry in _entries(folder) if entry.name in METADATA]
-    if unread := sorted(entry.path for entry in described if not _is_table(entry, tables=False)):
+    described = [entry for folder in {whole, root, *class_roots} for entry in _entries(folder) if entry.is_file()]
+    unread = sorted(e.path for e in described if e.name in METADATA and not _is_table(e, tables=False))
+    if unread:
         warnings.warn(f"{unread[0]} was not read: it has no column file_name (in UTF-8)", stacklevel=3)
     if ignored:
         warnings.warn(f"{root}: ignored {ignored.total()} files of other types ({_kinds(ignored)})", stacklevel=3)

@@ -50,14 +50,14 @@ def open_table(
     except (TypeError, ValueError, ArrowNotImplementedError) as error:
         raise UserError(f"{spec}: column {column!r} does not hold images: {first_line(error)}") from None
     files = [path, *path.rglob("*")] if path else []
-    described = path is not None and any((path / name).exists() for name in METADATA)
+    described = bool(path and any(_metadata(path)))
     label_column = label_column or _label_column(spec, table, described)
     if described and (others := sum(is_image(file.name) for file in files) - sum(map(len, tables.values()))) > 0:
         warnings.warn(f"{spec}: its metadata file does not list {others} of its images: not packed", stacklevel=3)
     if not label_column and described:
         warnings.warn(f"{spec}: its metadata file has no label column: packed without labels", stacklevel=3)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
-    if path and label_column and classes and all(name.isdecimal() for name in classes):
+    if path and label_column and classes and "int" in str(getattr(table.features[label_column], "dtype", "")):
         classes = _as_written(spec, classes, path, label_column)
     name = f"{spec if path is None else printable(path.resolve().name)} (datasets){part and f', split {part}'}"
     root = (path if path.is_dir() else path.parent) if path else Path()
@@ -199,16 +199,19 @@ def _labels(
     return classes, labels
 
 
+def _metadata(path: Path) -> list[Path]:
+    """The metadata files of a folder of images and of its splits."""
+    return [file for name in METADATA for file in (*path.glob(name), *path.glob(f"*/{name}")) if file.is_file()]
+
+
 def _as_written(spec: str, classes: list[str], path: Path, column: str) -> list[str]:
     """Class names as the metadata.csv of a folder has them: `datasets` reads the names 007 and 7 as one number."""
     written = dict[str, str]()
-    for file in (*path.glob("metadata.csv"), *path.glob("*/metadata.csv")):
+    for file in (file for file in _metadata(path) if file.suffix == ".csv"):
         frame = pd.read_csv(file, dtype=str, keep_default_na=False)
-        for text in frame.get(column, pd.Series(dtype=str)).unique():
+        for text in frame[column].str.strip().unique() if column in frame else ():
             name = str(int(text)) if text.isdecimal() else text
             if written.setdefault(name, text) != text:
-                raise UserError(
-                    f"{spec}: the classes {written[name]!r} and {text!r} of {file} are the same number: write each "
-                    "class in one way, or with letters"
-                )
+                both = f"the classes {written[name]!r} and {text!r} in metadata.csv are one number"
+                raise UserError(f"{spec}: {both}: write each class in one way, or with letters")
     return [written.get(name, name) for name in classes]
