@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,7 @@ def test_long_names_of_classes_are_cut() -> None:
 def test_a_class_without_test_images_has_no_accuracy(tmp_path: Path) -> None:
     rows = two_arms(budgets=(5,))
     rows[0].prediction.predicted[:3] = 6
+    rows[0] = replace(rows[0], accuracy=float(rows[0].prediction.correct.mean()))
     comparison = read([write_comparison(tmp_path, rows)])
     found = classes(comparison, FINE_TUNE)
     assert found.names == ("a", "b", "c", "d", "6") and found.images[-1] == 0
