@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -15,7 +14,7 @@ from ssl_vit.data.packing.images import channels, open_header
 from ssl_vit.data.packing.plan import by_class
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
-from ssl_vit.data.shards.reading import class_index, decode_label
+from ssl_vit.data.shards.reading import decode_label
 from ssl_vit.evaluators import ALL
 from ssl_vit.interfaces import BadSample, Budget, UserError
 from ssl_vit.records import SkippedSample
@@ -169,13 +168,8 @@ def _read_labels(shards: ShardSet) -> tuple[np.ndarray, list[SkippedSample]]:
     for shard, url in enumerate(shards.urls):
         file, first = shards.open(shard), first_index[shard]
         for position, sample in enumerate(file.samples):
-            content = file.read(position, ("cls",))
-            label = class_index(content["cls"]) if "cls" in content else None
-            if label is not None and 0 <= label < (classes or math.inf):
-                labels[first + position] = label
-                continue
             try:
-                decode_label(content, classes)  # says what is wrong with a label that is there
+                labels[first + position] = decode_label(file.read(position, ("cls",)), classes)
             except BadSample as problem:
                 invalid.append(SkippedSample(shard=url, key=sample.key, reason=str(problem)))
     if (labels < 0).all():
