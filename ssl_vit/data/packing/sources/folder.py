@@ -81,9 +81,10 @@ def open_folder(root: Path, split: str | None) -> Source:
         counts.append(len(images))
         if folder and all("/" in file for file, _, _ in images):
             deeper[folder] = sorted({file.partition("/")[0] for file, _, _ in images})
-    described = [entry for folder in {whole, root, *class_roots} for entry in _entries(folder) if entry.is_file()]
-    unread = sorted(e.path for e in described if e.name in METADATA and not _is_table(e, tables=False))
-    if unread:
+    described = [
+        entry for folder in {whole, root, *class_roots} for entry in _entries(folder) if entry.name in METADATA
+    ]
+    if unread := sorted(file.path for file in described if file.is_file() and not _is_table(file, tables=False)):
         warnings.warn(f"{unread[0]} was not read: it has no column file_name (in UTF-8)", stacklevel=3)
     if ignored:
         warnings.warn(f"{root}: ignored {ignored.total()} files of other types ({_kinds(ignored)})", stacklevel=3)

@@ -50,15 +50,15 @@ def open_table(
     except (TypeError, ValueError, ArrowNotImplementedError) as error:
         raise UserError(f"{spec}: column {column!r} does not hold images: {first_line(error)}") from None
     files = [path, *path.rglob("*")] if path else []
-    described = bool(path and any(_metadata(path)))
-    label_column = label_column or _label_column(spec, table, described)
-    if described and (others := sum(is_image(file.name) for file in files) - sum(map(len, tables.values()))) > 0:
+    metadata = _metadata(path) if path else []
+    label_column = label_column or _label_column(spec, table, described=bool(metadata))
+    if metadata and (others := sum(is_image(file.name) for file in files) - sum(map(len, tables.values()))) > 0:
         warnings.warn(f"{spec}: its metadata file does not list {others} of its images: not packed", stacklevel=3)
-    if not label_column and described:
+    if not label_column and metadata:
         warnings.warn(f"{spec}: its metadata file has no label column: packed without labels", stacklevel=3)
     classes, labels = _labels(spec, table, list(tables.values()), label_column) if label_column else (None, None)
-    if path and label_column and classes and "int" in str(getattr(table.features[label_column], "dtype", "")):
-        classes = _as_written(spec, classes, path, label_column)
+    if metadata and label_column and classes and "int" in table.features[label_column].dtype:
+        classes = _as_written(spec, classes, metadata, label_column)
     name = f"{spec if path is None else printable(path.resolve().name)} (datasets){part and f', split {part}'}"
     root = (path if path.is_dir() else path.parent) if path else Path()
     return Source(
@@ -143,7 +143,7 @@ def _image_column(spec: str, table: datasets.Dataset) -> str:
     raise UserError(f"{spec}: {what} images; {give}: {', '.join(columns or table.features)}")
 
 
-def _label_column(spec: str, table: datasets.Dataset, described: bool) -> str | None:
+def _label_column(spec: str, table: datasets.Dataset, *, described: bool) -> str | None:
     """The only ClassLabel column; else an int or string column with the name of a label; else none.
 
     described: whether the user's metadata file has the columns, so that one with the name of a label is meant as such.
@@ -204,10 +204,10 @@ def _metadata(path: Path) -> list[Path]:
     return [file for name in METADATA for file in (*path.glob(name), *path.glob(f"*/{name}")) if file.is_file()]
 
 
-def _as_written(spec: str, classes: list[str], path: Path, column: str) -> list[str]:
-    """Class names as the metadata.csv of a folder has them: `datasets` reads the names 007 and 7 as one number."""
+def _as_written(spec: str, classes: list[str], metadata: list[Path], column: str) -> list[str]:
+    """Class names as metadata.csv has them: `datasets` reads the names 007 and 7 as one number."""
     written = dict[str, str]()
-    for file in (file for file in _metadata(path) if file.suffix == ".csv"):
+    for file in (file for file in metadata if file.suffix == ".csv"):
         frame = pd.read_csv(file, dtype=str, keep_default_na=False)
         for text in frame[column].str.strip().unique() if column in frame else ():
             name = str(int(text)) if text.isdecimal() else text
