@@ -133,10 +133,11 @@ def write_config(
     """
     arguments, pools = dict(encoder.arguments), {}
     if isinstance(encoder, ViTEncoder):
-        own = encoder.network.global_pool
-        possible = pooling != "token" or encoder.has_class_token
-        pools = {"global_pool": _POOLS.get(str(pooling), own) if possible else own}
-        if pools["global_pool"] != own:
+        own = pool = encoder.network.global_pool
+        if pooling != "token" or encoder.has_class_token:
+            pool = _POOLS.get(str(pooling), own)
+        pools = {"global_pool": pool}
+        if pool != own:
             arguments |= pools | {"fc_norm": not isinstance(encoder.network.fc_norm, nn.Identity)}
     content = {
         "architecture": encoder.name,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ssl_vit.files import WEIGHTS
 from ssl_vit.interfaces import UserError
-from ssl_vit.models.factory import CONFIG, fresh, load, state
+from ssl_vit.models.factory import CONFIG, fresh, load, state, write_config
 
 Make = Callable[..., Any]
 
@@ -57,6 +57,14 @@ def test_saved_weights_open_here_and_in_timm(
     assert list(settings["input_size"]) == [encoder.channels, *encoder.image_size]
     assert list(settings["mean"]) == [*encoder.mean]
     assert list(settings["std"]) == [*encoder.std]
+
+
+def test_a_pooling_that_the_encoder_lacks_is_not_saved(make_encoder: Make, tmp_path: Path, saved: Make) -> None:
+    encoder = make_encoder(class_token=False)
+    folder = saved(tmp_path, encoder)
+    for pooling in ("token", "patches", None):
+        write_config(encoder, folder / CONFIG, pooling=pooling)
+        assert load(folder).network.global_pool == "avg"
 
 
 def test_dropout_and_initialization_travel_with_the_weights(make_encoder: Make, tmp_path: Path, saved: Make) -> None:
