@@ -221,8 +221,8 @@ def load(run: PathInput) -> nn.Module:
 
     Its `preprocess` takes an image (a path, bytes or PIL) and returns what the network expects, float32 (C, H, W),
     resized, cropped and normalized as in an evaluation: `network.forward_features(network.preprocess(path)[None])`.
-    `network(images)` pools as the run's objective does: the class token, or the mean of the patch tokens, (B, D); after
-    `patches`, and for imported weights, it pools as timm does.
+    `network(images)` returns the class token or the mean of the patch tokens (B, D), as `objective.pooling` says; with
+    `objective.pooling=patches`, and for imported weights, what timm's own pooling gives.
     Its `pretrained_cfg` holds image size, crop, mean and std, for `timm.data.resolve_data_config(model=network)`.
     Raises UserError where there are no readable weights.
     """
