@@ -381,6 +381,7 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatc
         "cifar10_mae_supervised_regularized_10_labels_cpu",
         "cifar10_mae_supervised_1000_labels_cpu",
         "cifar10_mae_supervised_cpu",
+        "cifar10_mae_supervised_long_cpu",
         "cifar10_mae_long_regularized_cpu",
         "cifar10_mae_long_regularized_10_labels_cpu",
         "cifar10_mae_long_regularized_1000_labels_cpu",
