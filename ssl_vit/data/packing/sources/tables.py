@@ -51,6 +51,8 @@ def open_table(
         raise UserError(f"{spec}: column {column!r} does not hold images: {first_line(error)}") from None
     files = [path, *path.rglob("*")] if path else []
     metadata = _metadata(path) if path else []
+    if metadata:
+        _check_listed_once(spec, images)
     label_column = label_column or _label_column(spec, table, described=bool(metadata))
     if metadata and (others := sum(is_image(file.name) for file in files) - sum(map(len, tables.values()))) > 0:
         warnings.warn(f"{spec}: its metadata file does not list {others} of its images: not packed", stacklevel=3)
@@ -202,6 +204,14 @@ def _labels(
 def _metadata(path: Path) -> list[Path]:
     """The metadata files of a folder of images and of its splits."""
     return [file for name in METADATA for file in (*path.glob(name), *path.glob(f"*/{name}")) if file.is_file()]
+
+
+def _check_listed_once(spec: str, images: datasets.Dataset) -> None:
+    files = pd.Series(compute.struct_field(images.data.column(0), "path").to_pylist())
+    if len(twice := files[files.duplicated()]):
+        file = os.path.basename(twice.iloc[0])
+        what = f"its metadata file lists {twice.nunique()} of the images more than once (first: {printable(file)})"
+        raise UserError(f"{spec}: {what}; list each image once, or a copy could be in both train and test")
 
 
 def _as_written(spec: str, classes: list[str], metadata: list[Path], column: str) -> list[str]:
