@@ -15,9 +15,9 @@ from ssl_vit import recipe as recipes
 from ssl_vit.comparison.config import Study, load_comparison
 from ssl_vit.data import train_and_test
 from ssl_vit.files import WEIGHTS, expanded, writable
-from ssl_vit.interfaces import Metric, UserError, is_main_process
+from ssl_vit.interfaces import Metric, RunError, UserError, is_main_process
 from ssl_vit.outcomes import ComparisonRun, PathInput, TrainingRun
-from ssl_vit.recipe import Recipe, run_recipe
+from ssl_vit.recipe import Recipe, run_of, run_recipe
 from ssl_vit.results import RESULTS, Evaluation, Table, evaluations
 
 if TYPE_CHECKING:
@@ -141,20 +141,25 @@ def _opened(model: PathInput | nn.Module) -> Path | nn.Module:
 
 
 def _own_data(model: PathInput | nn.Module, fix: str) -> str:
-    """The data that a run was trained on. Raises UserError where there is none, and for several sets. fix: what to do
-    then."""
+    """The data that a run was trained on. Raises UserError where it is not known or not there, and for several sets.
+    fix: what to do then."""
+    run = None
     if isinstance(model, str | PathLike):
         from ssl_vit.models import factory
 
         factory.find_weights(os.fspath(model))
-        name, settings = os.fspath(model), run_recipe(expanded(model))
+        name, run, settings = os.fspath(model), run_of(expanded(model)), run_recipe(expanded(model))
     else:
         from ssl_vit.analysis import loaded
 
         name, settings = type(model).__name__, loaded.recipe_of(model)
     if settings is None or not isinstance(settings.data.train, str):
         raise UserError(f"{name}: no recipe there names one dataset; {fix}")
-    return settings.data.train
+    if run is None:
+        return settings.data.train
+    from ssl_vit import runs
+
+    return runs.own_data(run, settings, fix)
 
 
 def labeled_parts(
@@ -197,7 +202,7 @@ def embed(
         float32 (n, d), and `grid`, the (rows, columns) of the patches.
 
     Rows are in the order of the shards, on every process; embeddings are float32 (d,). `frame.attrs["skipped"]` lists
-    unreadable samples. Raises UserError for wrong input.
+    unreadable samples. Raises UserError for wrong input, RunError where `out` cannot be written.
     """
     for key, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
         if value is not None and value < least:
@@ -212,7 +217,10 @@ def embed(
 
     frame = embeddings.embed(_opened(model), os.fspath(data), pooling=pooling, batch_size=batch_size, workers=workers)
     if out is not None and is_main_process():
-        embeddings.write(frame, expanded(out))
+        try:
+            embeddings.write(frame, expanded(out))
+        except OSError as error:
+            raise RunError(f"{out}: cannot write there: {error}") from None
     return frame
 
 

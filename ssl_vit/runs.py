@@ -173,13 +173,32 @@ def check_holdout(settings: Recipe, run: Path | None, test: str) -> None:
         run = recipe.run_of(Path(stage.init_from)) if stage.init_from else None
 
 
-def _check_data(run: Path, data: str) -> None:
-    """Raises UserError where a run was trained on shards with another fingerprint."""
+def own_data(run: Path, settings: Recipe, fix: str) -> str:
+    """The dataset that a run was trained on, by the name in its recipe. Raises UserError, with what to do, where that
+    name does not lead to these images (any more): a relative one holds for the directory of the training alone."""
+    place = settings.data.train
+    assert isinstance(place, str)
+    try:
+        found = open_training(settings.data).fingerprint
+    except UserError as error:
+        raise UserError(f"the training data of {run} cannot be read: {error} (data.train={place}); {fix}") from None
+    if _trained_on(run) not in (None, found):
+        raise UserError(f"data.train={place} does not name the images that {run} was trained on (any more); {fix}")
+    return place
+
+
+def _trained_on(run: Path) -> str | None:
+    """Fingerprint of the shards that a run was trained on, if it is known."""
     trained, summary = checkpoint.data_of(run), run / SUMMARY
     if trained is None and summary.is_file():  # someone deleted the checkpoints
         with suppress(UserError):  # a damaged one says nothing
             trained = records.read(summary, RunSummary).data or None
-    if trained not in (None, data):
+    return trained
+
+
+def _check_data(run: Path, data: str) -> None:
+    """Raises UserError where a run was trained on shards with another fingerprint."""
+    if _trained_on(run) not in (None, data):
         raise UserError(
             f"{run} was trained on other shards than data.train names now (repacked?): start again with run=PATH, or "
             "restore the old shards"

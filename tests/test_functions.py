@@ -375,6 +375,25 @@ def test_a_place_and_other_keys_of_data_do_not_replace_each_other(order: int) ->
     assert (own.train, own.test, own.pretrain) == ("shards#train", "shards#test", "u")
 
 
+def test_the_own_data_of_a_run_are_the_images_that_it_was_trained_on(
+    my_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another directory, a relative name may lead to other images, or to none."""
+    ssl_vit.train("pretrain_vit_tiny", data="my_images", run="runs/r", quiet=True, **SMALL, **SHORT)
+    run, other = tmp_path / "runs" / "r", tmp_path / "other"
+    shutil.copytree(my_images, other / "my_images")
+    Image.new("RGB", (20, 20)).save(other / "my_images" / "bee" / "new.png")
+    calls = (lambda: ssl_vit.embed(run)), (lambda: ssl_vit.evaluate(run, "few_shot"))
+    monkeypatch.chdir(other)
+    for call in calls:
+        with pytest.raises(UserError, match=r"does not name the images that .*runs/r was trained on"):
+            call()
+    monkeypatch.chdir(run)
+    for call in calls:
+        with pytest.raises(UserError, match=r"training data of .*runs/r cannot be read.*data\.train=my_images#train"):
+            call()
+
+
 def test_images_that_cannot_be_packed_are_reported_by_every_command(my_images: Path) -> None:
     (my_images / "bee" / "text.jpg").write_text("hello")
     (my_images / "wasp" / "cut.png").write_bytes((my_images / "wasp" / "0.png").read_bytes()[:-40])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -127,6 +128,17 @@ def test_keys_that_are_not_utf8_are_escaped(weights: Path, tmp_path: Path, call:
 def test_wrong_input_is_named(weights: Path, shards: Path, call: Call, arguments: list[str], parts: list[str]) -> None:
     code, error = call("embed", *({"WEIGHTS": weights, "SHARDS": shards}.get(word, word) for word in arguments))
     assert code == 2 and all(part in error for part in parts)
+
+
+def test_a_full_disk_is_named(
+    weights: Path, shards: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ssl_vit.evaluators.embeddings.atomic_file", full)
+    code, error = call("embed", weights, shards, "--out", tmp_path / "e.npz", "--workers", 0)
+    assert code == 1 and "e.npz: cannot write there" in error and "No space left" in error
 
 
 def test_the_python_api_is_imported_on_first_use() -> None:
