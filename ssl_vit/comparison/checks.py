@@ -21,7 +21,7 @@ from ssl_vit.comparison.work import is_done
 from ssl_vit.data import mixture
 from ssl_vit.data.overlap import overlaps
 from ssl_vit.data.packing.cache import check_outside
-from ssl_vit.data.shards import ShardSet, check_same_classes, open_shards, open_training
+from ssl_vit.data.shards import ShardSet, check_same_classes, dropped_from, open_shards, open_training
 from ssl_vit.evaluators import labels, runner, several
 from ssl_vit.evaluators.features import FeatureConfig, check_features
 from ssl_vit.evaluators.selection import candidates_of, configured
@@ -85,6 +85,7 @@ def check(
             data, probe = plan.pretraining_data(arm, fold), settings.probe
             with errors_about(f"arms.{arm}"):
                 shards = opened[plan.part(arm, "pretrain", fold)] = open_training(data)
+                dropped_from([shards], data)
                 with_data = settings.model_copy(update={"data": data})
                 against = [opened[plan.part(name, "test", fold)] for name in sets]
                 for test in against:
@@ -105,10 +106,9 @@ def check(
                 _check_run(settings, weights)
     plan = equalize(replace(plan, shards={key: part.fingerprint for key, part in opened.items()}), opened)
     missing = [task for task in plan.tasks if not is_done(plan, task)]
-    for task in missing:
-        if task.kind == "pretrain":
-            settings = plan.pretraining(task)
-            runs.check(settings.run_directory, settings, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
+    for task in (task for task in missing if task.kind == "pretrain"):
+        settings = plan.pretraining(task)
+        runs.check(settings.run_directory, settings, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
     for name, fold in dict.fromkeys((task.data, task.fold) for task in missing if task.evaluator):
         _check_labels(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
     # By dataset, evaluator and arm: seeds and budgets do not matter.
@@ -279,8 +279,9 @@ def check_directory(study: Study) -> None:
 def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
     """Raises UserError where a dataset's labels cannot be evaluated on; prints which classes have few images."""
     known, _ = labels.labels_of(train), labels.labels_of(test)
-    for settings in plan.recipes.values():
-        labels.invalid_labels(train, settings.data)  # raises where none may be skipped
+    for settings in plan.recipes.values():  # both raise where no sample may be skipped
+        labels.invalid_labels(train, settings.data)
+        dropped_from((train, test), settings.data)
     labels.check_classes(train)
     budgets = set[Budget]()
     for (data, evaluator, arm), built in plan.evaluators.items():

@@ -74,3 +74,16 @@ def test_weights_that_were_trained_on_test_images_are_refused(
     arms = {"leak": {"label": "leak", "weights": f"{tmp_path}/leak"}}
     with pytest.raises(UserError, match=r"arms\.leak: .*images of the test set"):
         comparison.check(load_comparison(mini(arms=arms)), pack=False)
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_unreadable_images_stop_a_comparison_where_none_may_be_skipped(mini: Mini, tmp_path: Path, part: str) -> None:
+    for number in range(12):
+        path = tmp_path / "images" / ("train", "test")[number % 2] / "ab"[number % 3 // 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), number).save(path)
+    (tmp_path / "images" / part / "a" / "cut.png").write_bytes(path.read_bytes()[:-40])
+    recipe = mini(data={name: f"{tmp_path}/images#{name}" for name in ("train", "test")})
+    comparison.check(load_comparison(recipe))
+    with pytest.raises(UserError, match=r"a/cut\.png: .*data\.on_bad_sample=fail"):
+        comparison.check(load_comparison(recipe, ["arms.*.data.on_bad_sample=fail"]))
