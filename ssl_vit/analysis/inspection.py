@@ -17,6 +17,7 @@ from ssl_vit.analysis import attention, components, figures, reconstruction
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig, RemoteConfig
 from ssl_vit.data.evaluation import EvaluationStream
+from ssl_vit.data.packing.cache import check_outside
 from ssl_vit.data.samples import join, stacked
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text
@@ -52,7 +53,8 @@ def inspect(
     map_images: how many the embedding map shows; the nearest neighbors are among them.
     device: None: the one that Accelerate chooses. remote: None: as the run's recipe says.
 
-    Raises UserError for what cannot be read and for sizes that do not fit, RunError for what cannot be written.
+    Raises UserError for what cannot be read, for sizes that do not fit and where `out` lies inside the images, RunError
+    for what cannot be written.
     """
     settings = run_recipe(weights)
     preparation = settings.data if settings else DataConfig(train=shards)
@@ -61,6 +63,7 @@ def inspect(
     saved, device = checkpoint.newest_of(weights), device or make_accelerator().device
     model = factory.require_vit(factory.load(saved or weights), "ssl-vit inspect")
     opened = open_shards(shards, preparation.remote)
+    check_outside(out, [shards])
     if image_size:
         model = factory.at_size(model, image_size, resampling)
     unknown = settings is not None and isinstance(settings.objective, UnknownObjective)

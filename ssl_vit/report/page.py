@@ -76,7 +76,8 @@ def write_report(paths: Sequence[Path], out: Path, form: str = "html") -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, content.encode(errors="replace").decode())
     except OSError as error:
-        raise RunError(f"{out}: the report could not be written ({error.strerror}).") from error
+        how = "free space, or write it elsewhere with `ssl-vit report DIRECTORY --out FILE`"
+        raise RunError(f"{out}: the report could not be written ({error.strerror}); {how}") from error
     return out
 
 

@@ -247,3 +247,14 @@ def test_pictures_that_cannot_be_written_are_no_wrong_input(
     capsys.readouterr()
     assert call("inspect", run, "--data", shards, "--out", tmp_path / "file") == 1
     assert "file: cannot write the pictures there" in capsys.readouterr().err
+
+
+def test_pictures_are_not_written_among_the_images(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There they would count as images of a class."""
+    for number in range(4):
+        (folder := tmp_path / "images" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(folder / f"{number}.png")
+    assert call("inspect", run, "--data", tmp_path / "images", "--out", tmp_path / "images" / "pictures") == 2
+    assert "lies inside" in capsys.readouterr().err and not (tmp_path / "images" / "pictures").exists()
