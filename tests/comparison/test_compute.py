@@ -101,3 +101,15 @@ def test_an_arm_without_a_recipe_has_no_steps_to_count(mini: Mini, few_digits: P
     study = load_comparison(mini(arms=arms, evaluators=ONE, run=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"arms\.longer\.compute_of: arms\.given has no recipe"):
         check(study)
+
+
+def test_the_compute_of_the_images_that_pretraining_draws_from_is_given(mini: Mini) -> None:
+    def extra(samples: int) -> int:
+        keys = ["training.epochs=8", *(key for key in STEPS if "steps" not in key), f"data.samples={samples}"]
+        ssl = {"label": "SSL", "recipe": "digits_ssl", "overrides": keys}
+        plan = check(load_comparison(mini(arms=ARMS | {"ssl": ssl}, evaluators=ONE))).plan
+        found = plan.study.evaluators["data", "fine_tune", "longer"]
+        assert isinstance(found, TrainedConfig)
+        return found.extra_steps
+
+    assert extra(320) == pytest.approx(2 * extra(160), rel=0.02)

@@ -173,6 +173,10 @@ def test_what_pays_depends_on_the_time_of_all_arms_in_all_parts_of_resumed_runs(
         return looks._new_pretrainings_pay(replace(found, tasks=tasks, record=record), head, 2)
 
     assert pays(2) and not pays(1800) and not pays(2, of_another_arm=1800)
+    for seed_variance, better in ((2.0, False), (3.0, True)):  # 900 seconds, against 4 of a seed, pay above 2.27
+        spread = replace(head.estimate, seed_variance=seed_variance)
+        other = replace(head, within_variance=0.04, estimate=spread)
+        assert looks._new_pretrainings_pay(found, other, 2) == better
 
 
 def one_more_pretraining(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -249,6 +253,9 @@ def test_nothing_is_added_to_what_is_decided_or_where_no_seeds_would_decide(mini
     (head,) = summarize(found).headlines
     assert head.outcome == "undecided" and head.estimate.half_width is not None
     assert looks.extend(study, found) is None, "more test images would decide it, more seeds would not"
+    same = [row(arm, 5, seed, float(arm == "ssl")) for arm in ("ssl", "scratch") for seed in range(4)]
+    found = read([write_comparison(tmp_path / "d", same)])
+    assert looks.extend(study, found) is not None, "without an interval nobody knows"
 
 
 def test_a_dataset_that_no_seeds_would_decide_does_not_stop_the_others(

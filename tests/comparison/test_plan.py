@@ -196,6 +196,11 @@ def test_what_has_no_pretraining_does_not_depend_on_how_others_pretrain() -> Non
     assert differ("arms.ssl.evaluators={few_shot: {pooling: mean}}") == {"ssl"}, "an arm's settings are its own"
 
 
+def test_a_training_depends_on_the_seed_that_its_settings_were_selected_with() -> None:
+    first, other = (prints(plan_of("pretrainings=2", f"seeds={seeds}")) for seeds in ("[0,1]", "[1,0]"))
+    assert first["fine_tune-ssl-10-1"] != other["fine_tune-ssl-10-1"]
+
+
 def test_results_depend_on_their_shards_and_metric() -> None:
     base = plan_of()
     test = changed(prints(base), prints(plan_of(data_test="x")))

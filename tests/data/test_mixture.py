@@ -99,3 +99,15 @@ def test_what_is_no_mixture_is_refused(train: Any, message: str) -> None:
 def test_a_missing_set_is_named(folder: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
         open_training(DataConfig(train=[f"{folder}/train", f"{folder}/nowhere"]))
+
+
+def test_an_image_that_is_repeated_before_its_set_ends_is_augmented_anew(folder: Path) -> None:
+    data = mixture(folder, 1.0, 9.0)
+    preprocess = Preprocess(train_transform(8, AugmentConfig(crop="center")), 1, 10, noise=1)
+    source = train_source(open_training(data), preprocess, data, batch_size=40, rank=0, ranks=1, device=CPU)
+    drawn = [
+        pair
+        for batch, _ in itertools.islice(source([LanePosition()] * 4), 40)  # less than an epoch of all
+        for pair in zip(batch.indices.tolist(), batch.noise[:, 0].tolist(), strict=True)
+    ]
+    assert len(set(drawn)) == len(drawn) > 2 * len({index for index, _ in drawn})

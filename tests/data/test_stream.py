@@ -22,7 +22,7 @@ from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Preprocess, Sample, SampleReader
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.reading import ShardFile
-from ssl_vit.data.stream import train_source
+from ssl_vit.data.stream import train_source, training_samples
 from ssl_vit.interfaces import BadSample, Batch, UserError
 from ssl_vit.records import SkippedSample
 from tests.tars import encoded, packed, write_tar
@@ -282,6 +282,8 @@ def test_small_evaluation_sets_are_read_once(shards: ShardSet, monkeypatch: pyte
     assert len(reads) == 720 + 4 * 360
     images(on_bad_sample="fail")
     assert len(reads) == 720 + 5 * 360, "a kept set may hold skips"
+    data = DataConfig(train=shards.spec, workers=0)
+    assert len({EvaluationStream(shards, data, 8, 1, needs_labels=needs).key for needs in (False, True)}) == 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.37, 0.9])
@@ -334,3 +336,9 @@ def test_the_seed_decides_which_samples_come_first(shards: ShardSet) -> None:
         source = train_source(shards, see, data, batch_size=BATCH, rank=0, ranks=1, device=CPU)
         first.append(next(source([LanePosition()] * LANES))[0].keys)
     assert first[0] == first[1] != first[2] and {*first[0]} != {*first[2]}
+
+
+def test_more_samples_contain_fewer_ones(shards: ShardSet) -> None:
+    found = [training_samples(shards, DataConfig(train=shards.spec, samples=count)) for count in (50, 200)]
+    few, more = (set(np.asarray(drawn).tolist()) for drawn in found)
+    assert (len(few), len(more)) == (50, 200) and few < more

@@ -18,6 +18,7 @@ from ssl_vit.data import evaluation
 from ssl_vit.data.samples import SampleReader
 from ssl_vit.evaluators import features, knn, runner
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, ImageSet
+from ssl_vit.interfaces import Batch, RunError
 from ssl_vit.models import factory
 
 
@@ -89,10 +90,17 @@ def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp
     assert len(names(test=train)) == 3, "other shards"
     larger = given.data.model_copy(update={"evaluation_resize": 1.5})
     assert len(names(data=larger)) == 4, "other preparation"
+    smaller = given.data.model_copy(update={"max_pixels": 100})
+    assert len(names(data=smaller)) == 5, "other images would be skipped"
+    assert given.settings
+    bf16 = given.settings.training.model_copy(update={"precision": "bf16"})
+    settings = given.settings.model_copy(update={"training": bf16})
+    assert len(names(settings=settings)) == 6, "other precision"
     damaged = sorted(tmp_path.glob("*.safetensors"))[0]
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])
     changes: list[dict[str, Any]] = [{}, {"encoder": other}, {"test": train}, {"data": larger}]
+    changes += [{"data": smaller}, {"settings": settings}]
     for changed in changes:
         names(**changed)
     assert damaged.read_bytes() == whole, "what a full disk cut short is extracted again"
@@ -115,3 +123,25 @@ def test_features_at_another_size_and_aspect_ratio(trained: Path, context: EvalC
     assert ImageSet(context, "pixels", "test").features(wide).vectors.shape == (100, 64)
     config = knn.Config.model_validate({"image_size": [8, 12], "position_resampling": method, "ks": 5})
     assert len(runner.evaluate(knn.Evaluator(config), context)[0]) == 3
+
+
+def test_features_are_extracted_without_dropout(context: EvalContext) -> None:
+    context.trained = context.trained.with_arguments(pos_drop_rate=0.5).train()
+    together = [ImageSet(context, "trained", "test", np.arange(5), np.arange(count)) for count in (5, 6)]
+    one, again = (images.features(FeatureConfig()).vectors for images in together)
+    np.testing.assert_allclose(one, again, rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_with_one_feature_that_is_not_finite_is_named(context: EvalContext) -> None:
+    def one_bad(batch: Batch) -> torch.Tensor:
+        found = torch.ones(len(batch.indices), 2)
+        found[batch.indices == 3, 1] = torch.nan
+        return found
+
+    with pytest.raises(RunError, match=r"features of image 3 of .* are not finite"):
+        features.extract(ImageSet(context, "trained", "test"), one_bad)
+
+
+def test_raw_pixels_are_scaled_to_one(context: EvalContext) -> None:
+    found = ImageSet(context, "pixels", "test").features(FeatureConfig()).vectors
+    assert found.min() == -1 and 0.9 < found.max() <= 1

@@ -15,9 +15,9 @@ from timm.layers import DropPath
 from ssl_vit import api, recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import classifier, fine_tune, runner
-from ssl_vit.evaluators.features import EvalContext
+from ssl_vit.evaluators.features import EvalContext, ImageSet
 from ssl_vit.interfaces import Diverged, UserError
-from ssl_vit.models import EncoderConfig
+from ssl_vit.models import EncoderConfig, factory
 from ssl_vit.models.timm_encoder import TimmEncoder
 from ssl_vit.objectives import classification
 from ssl_vit.results import Result
@@ -247,3 +247,22 @@ def test_positions_of_another_size_are_resampled_as_asked(
     timm, google = (dict(one.named_parameters()) for one in objectives[::2])
     changed = [name for name in timm if not torch.allclose(timm[name], google[name], atol=1e-6)]
     assert changed == ["encoder.network.pos_embed"]
+
+
+def test_predictions_are_made_without_dropout(
+    context: EvalContext, tuned: Tuned, objectives: list[classification.Objective]
+) -> None:
+    (row,) = tuned("dropout=0.5")
+    again = classifier.predict(objectives[0].train(), ImageSet(context, "trained", "test"))
+    np.testing.assert_allclose(np.asarray(again.confidence), np.asarray(row.prediction.confidence), atol=1e-6)
+
+
+def test_each_seed_of_training_from_scratch_has_its_own_initialization(
+    tuned: Tuned, objectives: list[classification.Objective]
+) -> None:
+    tuned("seeds=[0,3]", "training.steps=1", "optim.lr=1e-9")
+    weights = [dict(one.encoder.named_parameters()) for one in objectives]
+    name = "network.blocks.0.mlp.fc1.weight"
+    for scratch, seed in zip(weights[2:], (0, 3), strict=True):
+        expected = dict(factory.fresh(objectives[0].encoder, seed).named_parameters())
+        torch.testing.assert_close(scratch[name], expected[name], rtol=0, atol=1e-6)

@@ -83,3 +83,10 @@ def test_sets_of_gray_and_color_images_or_of_other_classes_get_a_note(tmp_path: 
     assert len(set_notes(gray, images("other", "cccc", "abc"))) == 2
     (note,) = set_notes(color, color)
     assert "1 shards in common" in note
+
+
+def test_the_same_images_are_drawn_as_before() -> None:
+    """Where these change, the comparisons that users have finished cannot be repeated or extended."""
+    labels = np.repeat([0, 1], 6)
+    assert choose_labeled(labels, 3, 0).tolist() == [3, 2, 5, 10, 11, 7]
+    assert held_out_split(labels, 0.5, 0)[1].tolist() == [1, 3, 4, 7, 9, 11]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -359,9 +360,9 @@ def test_of_equals_the_first_wins_and_a_candidate_that_diverges_loses(context: E
 
 
 def test_the_middle_of_each_key_where_nothing_can_be_held_out(context: EvalContext) -> None:
-    swept = config(sweep={"right": [3, 4, 5], "fails": [7, 8, 9]})
+    swept = config(sweep={"right": [3, 4, 5, 6], "fails": [7, 8, 9]})
     (row,) = runner.measure(Evaluator(swept), context, "trained", (1,), (0,))
-    assert row.selected == {"right": 4, "fails": 8} and "held out" in " ".join(row.notes)
+    assert row.selected == {"right": 5, "fails": 8} and "held out" in " ".join(row.notes)
 
 
 def test_nothing_is_selected_on_images_of_one_class(array_context: Build) -> None:
@@ -422,3 +423,26 @@ def test_the_winner_is_the_best_on_all_held_out_parts_and_its_classifier_that_of
     assert record.best == {"right": 2}, "0.75 on average, against 0.65"
     first = runner._train_images(Traced(swept), context, "trained", 10, 3)[0].images
     assert first is not None and rows[0].notes[0] == str(first.tolist())
+
+
+def test_a_share_counts_the_held_out_images_too(context: EvalContext) -> None:
+    rows, _ = runner.evaluate(Trainer(config(sweep={"right": [1, 3]}, labels_per_class=["50%"])), context)
+    assert {row.labels for row in rows} == {70}
+
+
+def test_each_seed_selects_on_its_own_held_out_images(context: EvalContext) -> None:
+    class Noted(Evaluator):
+        def fit(self, train: ImageSet, seed: int) -> Classifier:
+            used.append(train.images)
+            return super().fit(train, seed)
+
+    used: list[Any] = []
+    list(runner.measure(Noted(config(sweep={"right": [1, 3]}, held_out=0.25)), context, "trained", ("all",), (3, 4)))
+    for seed, images in zip((3, 4), used[::3], strict=True):  # two candidates, and the classifier itself
+        np.testing.assert_array_equal(images, held_out_split(LABELS, 0.25, seed)[0])
+
+
+def test_classes_that_only_the_test_set_names_count(context: EvalContext) -> None:
+    test: Any = SimpleNamespace(classes=tuple("abcde"))
+    context.test = test
+    assert context.classes == 5

@@ -142,6 +142,21 @@ def test_pooling(make_encoder: Make) -> None:
     assert torch.equal(side_by_side[:, 32:48], outputs[:, 3])
 
 
+def test_a_norm_after_pooling_is_that_of_each_patch_where_all_are_kept(make_encoder: Make) -> None:
+    encoder = make_encoder(name="test_vit2", depth=1)
+    outputs = torch.randn(3, encoder.prefix_tokens + encoder.patches, encoder.width)
+    assert isinstance(encoder.network.fc_norm, nn.LayerNorm)
+    expected = encoder.network.fc_norm(outputs[:, encoder.prefix_tokens :]).flatten(1)
+    torch.testing.assert_close(encoder.pool(outputs, "patches"), expected)
+
+
+@pytest.mark.parametrize(("init", "least", "most"), [("jax", 0.2, 0.28), ("timm", 0.0, 0.12)])
+def test_the_initialization_is_the_one_asked_for(make_encoder: Make, init: str, least: float, most: float) -> None:
+    """Xavier-uniform numbers of a 16x64 matrix lie within sqrt(6 / 80); timm's have a standard deviation of 0.02."""
+    weight = make_encoder(init=init).network.blocks[0].mlp.fc1.weight
+    assert least < weight.abs().max() < most
+
+
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "test_vit2"])
 def test_every_representation_after_every_block_is_timms_under_the_last_norm(
     make_encoder: Make, shaken: Make, pixels: Make, name: str

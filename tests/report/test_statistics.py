@@ -21,6 +21,7 @@ from ssl_vit.report.statistics import (
     plan,
     points,
     units_of,
+    within_variance,
 )
 
 
@@ -154,6 +155,7 @@ def test_holm_excludes_zero_exactly_where_its_test_rejects() -> None:
         (0.002, 0.005, "equivalent"),
         (0.006, 0.003, "equivalent"),
         (0.03, 0.04, "undecided"),
+        (0.0, 0.01, "equivalent"),
         (0.0, 0.011, "undecided"),
         (0.5, None, "undecided"),
     ],
@@ -332,3 +334,21 @@ def test_label_efficiency_resamples_the_same_units_of_both_arms() -> None:
 def test_a_difference_that_rounds_to_zero_has_no_minus() -> None:
     assert points(estimate(-0.0004, 0.002)) == "+0.0 ± 0.2"
     assert points(estimate(-0.0006, None)) == "-0.1"
+
+
+def test_balanced_values_keep_what_a_seed_changes_in_one_class_alone() -> None:
+    labels = np.repeat([0, 1], 20)
+    found = crossed_mean(balanced(np.stack([labels == 0, labels == 1]), labels))
+    assert found.residual_variance > 0.2
+
+
+@pytest.mark.parametrize(("few", "varies"), [(9, True), (10, False)])
+def test_classes_of_fewer_than_ten_images_are_joined_with_others(few: int, varies: bool) -> None:
+    labels = np.repeat([0, 1], [few, 30])
+    found = crossed_mean(balanced(np.stack([labels == 0] * 4), labels))
+    assert (found.image_variance > 0) == varies
+
+
+def test_the_variance_within_pretrainings_worked_out_by_hand() -> None:
+    """Squares of 2 and 8, and one degree of freedom for each pretraining."""
+    assert within_variance(np.array([0.0, 2.0, 1.0, 5.0]), [0, 0, 1, 1]) == 5

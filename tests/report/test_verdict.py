@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,8 @@ def test_the_headline_covers_all_planned_label_budgets_and_datasets(folder: Path
     (part,) = summary(folder.parent / "part", rows, missing=of_pets).headlines
     (alone,) = summary(folder.parent / "alone", two_arms(0.2)).headlines
     assert part.estimate.confidence == 0.975 and alone.estimate.confidence == 0.95
+    (first,) = summary(folder.parent / "first", two_arms(0.2), missing=second).differences
+    assert first.estimate.confidence == 0.975, "adjusted for the one that is missing, too"
 
 
 def test_the_table_of_differences_has_the_interval_of_the_verdict(folder: Path) -> None:
@@ -265,12 +268,16 @@ def test_repeated_looks_widen_the_interval_and_are_named(tmp_path: Path) -> None
     looks = tuple(Look(seeds=seeds, pretrainings=1, outcomes={"digits": "undecided"}) for seeds in (2, 4))
     found = read([write_comparison(tmp_path / "looks", rows, max_seeds=8, looks=looks)])
     twice = summarize(found).headlines[0]
+    assert {one.estimate.confidence for one in summarize(found).means} == {found.confidence}
     assert once.estimate.confidence == 0.95
     assert twice.estimate.confidence == pytest.approx(1 - sequential.levels([0.25, 0.5])[-1])
     assert (twice.estimate.half_width or 0) > (once.estimate.half_width or 0)
     said = verdict(found, summarize(found))[0]
     assert "After 2 looks" in said
     assert "at most 8 seeds" in said
+    both = rows + [replace(one, data="pets") for one in rows]
+    found = read([write_comparison(tmp_path / "both", both, max_seeds=8, looks=looks)])
+    assert found.confidence == sequential.confidence([0.25, 0.5], 2) > sequential.confidence([0.25, 0.5])
 
 
 def test_after_the_last_look_no_more_seeds_are_advised(folder: Path) -> None:
@@ -516,3 +523,10 @@ def test_the_compute_of_a_headline_leaves_out_the_sweeps_of_other_datasets(folde
     text = said(folder, rows, sweeps={"ssl": SWEEP, "scratch": SWEEP})
     assert f"digits: {COMPUTE} 1.4e+10 training FLOPs, 1.75 times" in text
     assert f"other: {COMPUTE} 1.2e+10 training FLOPs, 2.00 times" in text
+
+
+def test_the_interval_of_label_efficiency_is_over_pretrainings_where_they_are_the_unit(folder: Path) -> None:
+    for made, known in ((1, True), (2, False)):  # six seeds are enough to be resampled, two pretrainings are not
+        rows = [replace(one, pretraining_seed=one.seed % made * (one.arm == "ssl")) for one in two_arms(0.02, seeds=6)]
+        found = summary(folder / str(made), rows).efficiencies
+        assert found and all(math.isnan(one.low) != known for one in found)

@@ -24,6 +24,7 @@ from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import Stopped
 from ssl_vit.models import factory
 from ssl_vit.training import ProbeConfig, checkpoint, signals
+from ssl_vit.training.callbacks import Probe
 from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.optim import WeightAverage
 from tests.processes.reading import rows as lines
@@ -155,3 +156,10 @@ def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == end["step"]
     assert lines(train(tmp_path / "run", *keys)) == rows, "the same command again does nothing"
+
+
+def test_a_resumed_probe_is_as_patient_as_before() -> None:
+    state = {"step": 4, "best": 0.5, "since_best": 1}
+    probe = Probe(ProbeConfig(every=1, patience=2), lambda _: 0.0, list)
+    probe.load_state_dict(state)
+    assert probe.state_dict() == state

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ssl_vit import stage
 from ssl_vit.data.order import LanePosition
@@ -19,6 +20,7 @@ from ssl_vit.data.shards import open_training
 from ssl_vit.interfaces import StepOutput
 from ssl_vit.objectives import masked_patch
 from ssl_vit.recipe import Recipe
+from ssl_vit.training import checkpoint
 from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.loop import Job
 
@@ -79,3 +81,17 @@ def test_supervised_pretraining_and_fine_tuning_draw_other_crops(settings: Calla
     assert first == again and len(both) > 50
     assert np.mean([first[index][1] == tuned[index][1] for index in both]) < 0.3, "there are few crops of 8x8 pixels"
     assert 0.2 < np.mean([first[index][0] == tuned[index][0] for index in both]) < 0.8
+
+
+def test_the_first_step_keeps_at_most_a_tenth_of_the_initial_weights_in_their_average(
+    train: Callable[..., Path], tmp_path: Path
+) -> None:
+    kept = {}
+    for ema in (0.05, 0.9):
+        keys = [f"training.ema={ema}", "training.steps=1", "optim.lr=0.1", "optim.warmup_steps=0"]
+        saved = checkpoint.folders(train(tmp_path / str(ema), *keys))[-1]
+        trained, averaged = (load_file(saved / f"{name}.safetensors") for name in ("training", "encoder"))
+        name = "blocks.0.mlp.fc1.weight"
+        kept[ema] = averaged[name] - trained[f"encoder.network.{name}"]
+    torch.testing.assert_close(kept[0.9], 2 * kept[0.05], rtol=1e-3, atol=1e-6)
+    assert kept[0.9].abs().max() > 1e-3

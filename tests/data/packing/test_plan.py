@@ -138,7 +138,8 @@ def test_folds_hold_every_image_once_and_the_same_number_of_each_class(labels: l
         counts = [sum(labels[image] == label for image in flat(part)) for part in found.values()]
         assert max(counts) - min(counts) <= 1
     assert found == planned(labels, folds=folds, shards=1)
-    assert planned(labels * 9, folds=2) != planned(labels * 9, folds=2, seed=1)
+    first, second = (planned(labels * 9, folds=2, seed=seed)["fold_0"] for seed in (0, 1))
+    assert set(flat(first)) != set(flat(second))
 
 
 def test_folds_of_a_subset_and_of_groups() -> None:
@@ -149,6 +150,10 @@ def test_folds_of_a_subset_and_of_groups() -> None:
     found = plan_shards(grouped, Options(folds=2, shards=2)).values()
     kept = [set(groups[np.concatenate(shards)]) for shards in found]
     assert kept == [{0, 1, 2}, {3, 4}], "whole groups, in order"
+    pairs = np.repeat(np.arange(6), 2)
+    some = plan_shards(replace(source([0] * 12), groups=pairs), Options(folds=2, subset=4, seed=7)).values()
+    kept = [set(pairs[np.concatenate(shards)]) for shards in some]
+    assert kept == [{0, 1}, {2, 5}], "as many each of the groups that the subset holds"
     with pytest.raises(UserError, match="folds=6 leaves a fold empty"):
         plan_shards(grouped, Options(folds=6))
 
