@@ -207,7 +207,8 @@ def _metadata(path: Path) -> list[Path]:
 
 
 def _check_listed_once(spec: str, images: datasets.Dataset) -> None:
-    files = pd.Series(compute.struct_field(images.data.column(0), "path").to_pylist())
+    """Raises UserError where two rows name the same file."""
+    files = pd.Series(compute.struct_field(images.data.column(0), "path").to_pylist(), dtype=object).dropna()
     if len(twice := files[files.duplicated()]):
         file = os.path.basename(twice.iloc[0])
         what = f"its metadata file lists {twice.nunique()} of the images more than once (first: {printable(file)})"
