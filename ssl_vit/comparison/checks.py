@@ -110,7 +110,7 @@ def check(
         settings = plan.pretraining(task)
         runs.check(settings.run_directory, settings, plan.shards[plan.part(task.arm, "pretrain", task.fold)])
     for name, fold in dict.fromkeys((task.data, task.fold) for task in missing if task.evaluator):
-        _check_labels(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
+        _check_dataset(plan, name, *(opened[plan.part(name, part, fold)] for part in ("train", "test")), say=say)
     # By dataset, evaluator and arm: seeds and budgets do not matter.
     for task in {(task.data, task.evaluator, task.arm): task for task in missing if task.evaluator}.values():
         with errors_about(f"evaluators.{task.evaluator}, {task.arm}"):
@@ -276,8 +276,8 @@ def check_directory(study: Study) -> None:
         raise UserError(f"{run} holds {held}; give this comparison another directory with run=PATH")
 
 
-def _check_labels(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
-    """Raises UserError where a dataset's labels cannot be evaluated on; prints which classes have few images."""
+def _check_dataset(plan: Plan, name: str, train: ShardSet, test: ShardSet, *, say: Say) -> None:
+    """Raises UserError where a dataset cannot be evaluated on; prints which classes have few images."""
     known, _ = labels.labels_of(train), labels.labels_of(test)
     for settings in plan.recipes.values():  # both raise where no sample may be skipped
         labels.invalid_labels(train, settings.data)
