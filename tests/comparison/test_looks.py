@@ -255,7 +255,7 @@ def test_nothing_is_added_to_what_is_decided_or_where_no_seeds_would_decide(mini
     assert looks.extend(study, found) is None, "more test images would decide it, more seeds would not"
     same = [row(arm, 5, seed, float(arm == "ssl")) for arm in ("ssl", "scratch") for seed in range(4)]
     found = read([write_comparison(tmp_path / "d", same)])
-    assert looks.extend(study, found) is not None, "without an interval nobody knows"
+    assert looks.extend(study, found) is not None, "there is no interval yet"
 
 
 def test_a_dataset_that_no_seeds_would_decide_does_not_stop_the_others(

@@ -142,7 +142,7 @@ def test_pooling(make_encoder: Make) -> None:
     assert torch.equal(side_by_side[:, 32:48], outputs[:, 3])
 
 
-def test_a_norm_after_pooling_is_that_of_each_patch_where_all_are_kept(make_encoder: Make) -> None:
+def test_pooling_of_all_patches_applies_the_norm_after_pooling_to_each(make_encoder: Make) -> None:
     encoder = make_encoder(name="test_vit2", depth=1)
     outputs = torch.randn(3, encoder.prefix_tokens + encoder.patches, encoder.width)
     assert isinstance(encoder.network.fc_norm, nn.LayerNorm)

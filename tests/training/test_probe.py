@@ -158,7 +158,7 @@ def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train
     assert lines(train(tmp_path / "run", *keys)) == rows, "the same command again does nothing"
 
 
-def test_a_resumed_probe_is_as_patient_as_before() -> None:
+def test_a_resumed_probe_counts_the_evaluations_without_a_rise_before() -> None:
     state = {"step": 4, "best": 0.5, "since_best": 1}
     probe = Probe(ProbeConfig(every=1, patience=2), lambda _: 0.0, list)
     probe.load_state_dict(state)

@@ -322,19 +322,20 @@ def test_the_metadata_file_of_a_split_has_to_have_labels_too(tmp_path: Path) -> 
         open_source(str(tmp_path / "set"), split="train")
 
 
-def test_a_metadata_file_lists_each_image_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("../elsewhere.png,oak\n", r"cannot be read as a dataset: .*elsewhere\.png"),
+        ("1.png,oak\n1.png,elm\n", r"lists 1 of the images more than once \(first: 1\.png\)"),
+    ],
+)
+def test_a_metadata_file_that_names_an_image_elsewhere_or_twice_is_an_error(
+    tmp_path: Path, rows: str, message: str
+) -> None:
     spec = described(tmp_path / "set", ["oak", "elm"])
     with (tmp_path / "set" / "metadata.csv").open("a") as file:
-        file.write("1.png,oak\n1.png,elm\n")
-    with pytest.raises(UserError, match=r"lists 1 of the images more than once \(first: 1\.png\)"):
-        open_source(spec)
-
-
-def test_a_metadata_file_that_names_an_image_elsewhere_gives_the_reason(tmp_path: Path) -> None:
-    spec = described(tmp_path / "set", ["oak", "elm"])
-    with (tmp_path / "set" / "metadata.csv").open("a") as file:
-        file.write("../elsewhere.png,oak\n")
-    with pytest.raises(UserError, match=r"cannot be read as a dataset: .*elsewhere\.png"):
+        file.write(rows)
+    with pytest.raises(UserError, match=message):
         open_source(spec)
 
 
