@@ -8,7 +8,7 @@ frame = ssl_vit.embed(run, "my_images")                         # key, file, lab
 table = ssl_vit.evaluate(run, "few_shot").table                 # a pandas DataFrame
 print(ssl_vit.compare("own_images", data="my_images").headline)
 
-Wrong input raises `UserError`, a failure on the way (full disk, non-finite loss) `RunError`.
+Wrong input raises `UserError`, a failure during a run (full disk, non-finite loss) `RunError`.
 """
 
 from importlib import import_module

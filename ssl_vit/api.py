@@ -198,7 +198,7 @@ def evaluate(
     given, run = loaded.load(model), model if isinstance(model, Path) else None
     module, settings = plugins.load("evaluators", name), given.settings
     places = recipe.training_places(settings) if settings else []
-    seen = f"{run or 'this network'} was trained, or stopped early, on images of the test set {test}; name another one"
+    seen = f"{run or 'this network'} was trained, or stopped early, on images of the test set {test}; use another one"
     if saw_images(places, test):
         raise UserError(seen)
     if settings and run:

@@ -47,7 +47,7 @@ def derived(before: Mapping[str, Any], given: Mapping[str, Any], keys: Collectio
     return arms
 
 
-def with_whole_paths(content: DictConfig, near: Path, shipped: Path) -> DictConfig:
+def with_absolute_paths(content: DictConfig, near: Path, shipped: Path) -> DictConfig:
     """Names of arms' recipes and of a suite beside the file `near` as whole paths: a comparison based on it, and the
     saved one, lie in other folders. Recipes in the folder `shipped` are found by their names."""
     arms = content.get("arms")

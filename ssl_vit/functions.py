@@ -44,11 +44,11 @@ def train(
     keys: keys of the recipe, nested as mappings: `training={"steps": 100}`.
 
     Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
-    on the way (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
+    during the run (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
     """
     given = _keys(data, run, keys)
     if isinstance(recipe, Recipe) and given:
-        raise UserError(f"{', '.join(given)}: the loaded recipe holds all its keys; give them to load_recipe")
+        raise UserError(f"{', '.join(given)}: a loaded recipe takes no keys; pass them to load_recipe")
     settings = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(os.fspath(recipe), given)
     from ssl_vit import api
 
@@ -72,7 +72,7 @@ def compare(
     data: the labeled images: `data=PLACE` of the command line, or the keys of `data`.
     run: directory of the comparison (default: runs/NAME).
     until_decided: add seeds, or pretrainings, until all headlines are decided or there are `max_seeds` seeds (default:
-        2.5 times the recipe's); the report's intervals count the looks.
+        2.5 times the recipe's); the report's intervals allow for the looks.
     command: shown in the report.
     say: prints progress.
     keys: keys of the comparison, nested as mappings: `seeds=[0, 1]`.
@@ -81,7 +81,7 @@ def compare(
     """
     given = _keys(data, run, keys)
     if isinstance(recipe, Study) and given:
-        raise UserError(f"{', '.join(given)}: the loaded comparison holds all its keys; give them to load_comparison")
+        raise UserError(f"{', '.join(given)}: a loaded comparison takes no keys; pass them to load_comparison")
     if max_seeds is not None and not until_decided:
         raise UserError("max_seeds requires until_decided=True")
     study = recipe if isinstance(recipe, Study) else load_comparison(os.fspath(recipe), given)
@@ -112,8 +112,8 @@ def evaluate(
     """Run one evaluator on an encoder. The results of a path are stored in its `results/`.
 
     model: a run, a checkpoint or a weights folder; or a network in memory that `load` or `timm.create_model` returned,
-        copied as it is now. Images of the latter are resized and cropped to the size and share of its
-        `pretrained_cfg`, bilinearly, and normalized with its mean and std.
+        copied as it is now. Images of the latter are resized and cropped to the size and `crop_pct` of
+        its `pretrained_cfg`, bilinearly, and normalized with its mean and std.
     evaluator: few_shot, linear_probe, attentive_probe, knn, fine_tune, own_head or one of your own.
     data: labeled data with both parts, as `data=PLACE` of a recipe (default: the run's own).
     train, test: the parts, one by one.
@@ -154,7 +154,7 @@ def _own_data(model: PathInput | nn.Module, fix: str) -> str:
 
         name, settings = type(model).__name__, loaded.recipe_of(model)
     if settings is None or not isinstance(settings.data.train, str):
-        raise UserError(f"{name}: no recipe there names one dataset; {fix}")
+        raise UserError(f"{name}: no recipe, or a recipe with several datasets; {fix}")
     if run is None:
         return settings.data.train
     from ssl_vit import runs
@@ -249,8 +249,8 @@ def load(run: PathInput) -> nn.Module:
 
 
 def export(run: PathInput, out: PathInput, to: exports.Target, *, license: str | None = None) -> None:
-    """Write the encoder for timm or transformers, with a model card, into the new folder `out`. Resize and crop are of
-    the run (transformers does not crop where the image size is not square); pooling (timm) is that of its last
+    """Write the encoder for timm or transformers, with a model card, into the new folder `out`. Resize and crop are
+    the run's (transformers does not crop where the image size is not square); pooling (timm) is that of its last
     evaluation of the last block at its image size, else of its objective.
 
     run: a run directory, a checkpoint or a weights folder.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 Metric = Literal["accuracy", "mean_per_class"]
-"""The number that counts on a dataset: the share of correct predictions, or the mean of the per-class shares."""
+"""The metric reported for a dataset: the share of correct predictions, or the mean of the per-class shares."""
 
 
 class UserError(Exception):

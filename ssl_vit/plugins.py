@@ -126,7 +126,7 @@ def _check(module: Any, attribute: str, member: str, what: str) -> Any:
     if member != "open_images" and config is None:
         raise UserError(f"{what}: neither the class nor its module defines a Config")
     if member == "Objective" and not (isinstance(config, type) and issubclass(config, ObjectiveConfig)):
-        raise UserError(f"{what}: its Config is no subclass of ssl_vit.interfaces.ObjectiveConfig")
+        raise UserError(f"{what}: its Config is not a subclass of ssl_vit.interfaces.ObjectiveConfig")
     if member == "Evaluator" and "seeds" not in getattr(config, "model_fields", {}):
         raise UserError(f"{what}: its Config has no seeds; derive it from ssl_vit.evaluators.base.LabeledConfig")
     if member == "Evaluator" and not hasattr(defined, "title"):

@@ -90,7 +90,7 @@ def measure(settings: Recipe) -> dict[Precision, float]:
 
 
 def _set(accelerator: Engine, precision: Precision) -> None:
-    distributed.set_float32_products(precision)
+    distributed.set_float32_matmul(precision)
     accelerator.precision = precision
 
 

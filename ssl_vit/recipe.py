@@ -94,7 +94,7 @@ def read(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     Raises UserError naming the file or the override.
     """
     content = _onto(_open(path), parsed(overrides), str(path))
-    return dict(OmegaConf.to_container(arms.with_whole_paths(content, path, recipes_folder())))
+    return dict(OmegaConf.to_container(arms.with_absolute_paths(content, path, recipes_folder())))
 
 
 def parse_overrides(overrides: Overrides) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _open(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise UserError(f"{path}: not readable YAML: {error}") from None
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: a recipe must be a mapping of keys to values")
-    loaded = arms.with_whole_paths(without_references(loaded, str(path)), path, recipes_folder())
+    loaded = arms.with_absolute_paths(without_references(loaded, str(path)), path, recipes_folder())
     base = loaded.pop("base", None)
     if base is None:
         return _onto(OmegaConf.create(), loaded, str(path))
@@ -147,7 +147,7 @@ def _onto(under: DictConfig, over: DictConfig, origin: str) -> DictConfig:
     if _section(over, "arms"):
         before, given_arms = (dict(OmegaConf.to_container(one)).get("arms") or {} for one in (under, over))
         if not isinstance(before, dict):
-            raise UserError(f"{origin}: the arms that these are merged onto are no mapping of names to settings")
+            raise UserError(f"{origin}: the arms that these are merged onto are not a mapping of names to settings")
         over.arms, under.arms = arms.derived(before, given_arms, Recipe.model_fields), {}
     return merge(origin, under, over)
 

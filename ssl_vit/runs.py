@@ -128,19 +128,18 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
         if changed:
             raise UserError(
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
-                f"give this one another directory with run=PATH (init_from={run} starts from its weights), or delete "
-                "that one"
+                f"set run=PATH, delete {run}, or start from its weights with init_from={run}"
             )
         if about and about.get("objective", "") != plugins.checksum("objectives", settings.objective.name):
             raise UserError(
-                f"{run} was trained with another version of {settings.objective.name}: give this run another directory "
-                "with run=PATH, delete that one, or restore the old version"
+                f"{run} was trained with another version of {settings.objective.name}: set run=PATH, delete {run}, or "
+                "restore the old version"
             )
         if about and about.get("init_from") != (_origin(settings) if settings.init_from else None):
             now = f"init_from={settings.init_from} names" if settings.init_from else "now, where init_from is not set"
             raise UserError(
-                f"{run} was initialized from other weights than {now}: give this run another directory with run=PATH, "
-                "delete that one, or restore the old weights"
+                f"{run} was initialized from other weights than {now}: set run=PATH, delete {run}, or restore the old "
+                "weights"
             )
         if data is not None:
             _check_data(run, data)

@@ -97,7 +97,7 @@ def events(run: Path) -> list[dict[str, object]]:
         (["<probe=3"], ["<probe: unknown key; did you mean 'probe'"]),
         (["training.accumulate=3"], ["training.accumulate=3", "lanes"]),
         (["objective.bits=8"], ["objective.bits=8", "at most 5 bits"]),
-        (["data.augment.scale=[0.5,0.1]"], ["data.augment", "scale must be two rising positive numbers"]),
+        (["data.augment.scale=[0.5,0.1]"], ["data.augment", "scale must be [low, high]"]),
         (["encoder.channels=2"], ["encoder.channels=2", "1 (gray), 3 (RGB)"]),
         (["init_from=nowhere"], ["nowhere", "no such run"]),
         (["justaword"], ["justaword", "key=value"]),
@@ -230,7 +230,7 @@ def test_labels_do_not_matter_to_pretraining(call: Call, tmp_path: Path) -> None
     assert len(frame) == 16 and set(frame["label"]) == {-1}
 
 
-def test_a_run_does_not_go_on_with_repacked_shards(call: Call, shards: Path) -> None:
+def test_a_run_does_not_resume_with_repacked_shards(call: Call, shards: Path) -> None:
     assert call(*keys(shards))[0] == 0
     write_tar(shards / "000002.tar", good_members(64, 16))
     write_info(shards)

@@ -109,10 +109,10 @@ def test_paths_may_be_objects_and_start_at_home(
 def test_wrong_arguments_are_named(run: Any, my_images: Path) -> None:
     settings = load_recipe(run.dir)
     for keys in ({"data": my_images}, {"run": "elsewhere"}, {"training": {"steps": 7}}):
-        with pytest.raises(UserError, match=f"{next(iter(keys))}: the loaded recipe holds all its keys"):
+        with pytest.raises(UserError, match=f"{next(iter(keys))}: a loaded recipe takes no keys"):
             ssl_vit.train(settings, **keys)
     study = load_comparison("own_images_cpu", ["data=my_images"])
-    with pytest.raises(UserError, match="seeds: the loaded comparison holds all its keys"):
+    with pytest.raises(UserError, match="seeds: a loaded comparison takes no keys"):
         ssl_vit.compare(study, seeds=[0])
     with pytest.raises(UserError, match="max_seeds requires until_decided"):
         ssl_vit.compare("own_images_cpu", data=my_images, max_seeds=9)

@@ -21,7 +21,7 @@ TEXTS = [
 DOCUMENTED = {"_exit", "_replace", "_asdict", "_fields"}
 WORDS = (
     r"\bmend(s|ed|ing)?\b|put up with|put aside|dealt out|taken up again|left alone|\bgoes on (where|from)\b|\btwin\b"
-    r"|\b(labels?|images?|seconds|GFLOP|steps?|shots?|numbers?|file) an? (class|image|step|channel|process)\b"
+    r"|\b(labels?|images?|seconds|GFLOP|steps?|shots?|numbers?|file|pair) an? (class|image|step|channel|process|lane)\b"
     r"|\bjudg(e|es|ed|ing)\b|\brooms\b|\bpatience (is|at)\b|\bcolour|\bcentre\b|\bneighbour|\blabelled\b|\blicence\b"
 )
 

@@ -1,6 +1,6 @@
 """Attention of a trained ViT: probabilities by layer, mean attention distance, attention rollout.
 
-timm's blocks use fused attention, which returns no probabilities. They are those of a copy of each block without it.
+timm's blocks use fused attention, which returns no probabilities. They are taken from an unfused copy of each block.
 """
 
 from __future__ import annotations

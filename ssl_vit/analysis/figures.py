@@ -138,7 +138,7 @@ def embedding_map(maps: dict[str, np.ndarray], labels: np.ndarray, names: Sequen
                 found = axes.scatter(*points[labels == label].T, s=14, color=color, linewidths=0)
                 handles[class_name(names, label)] = found
             axes.set(xticks=(), yticks=(), title=method)
-        # Given explicitly: matplotlib's own list leaves out names that begin with "_".
+        # Given explicitly: matplotlib's own list omits names that begin with "_".
         figure.legend(list(handles.values()), list(handles), loc="outside right upper", frameon=False, markerscale=1.6)
         return figure
 

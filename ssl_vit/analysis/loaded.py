@@ -77,8 +77,8 @@ def load(model: Path | nn.Module) -> Loaded:
     """The encoder of a run, checkpoint or weights folder, or a copy of a network that `ssl_vit.load` or
     `timm.create_model` returned.
 
-    Images are prepared as the recipe of the run evaluates; for another network of timm, with the image size, share of
-    the crop, mean and std of its `pretrained_cfg`; for a weights folder, by the defaults of `data`.
+    Images are prepared as the recipe of the run evaluates; for another network of timm, with the image size,
+    `crop_pct`, mean and std of its `pretrained_cfg`; for a weights folder, by the defaults of `data`.
 
     Raises UserError where there are no readable weights, and for a network that is not timm's.
     """

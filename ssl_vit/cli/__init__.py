@@ -97,7 +97,7 @@ def main() -> None:
     except MemoryError as error:
         if debug:
             raise
-        print(f"error: not enough memory ({error}); use smaller sizes or check the files it reads", file=sys.stderr)
+        print(f"error: not enough memory ({error}); use smaller sizes or check the input files", file=sys.stderr)
         _leave(1)
     except SystemExit as stop:
         if stop.code != _INTERRUPTED and not isinstance(stop, Stopped):

@@ -82,7 +82,7 @@ def compare(
     if as_json and not dry_run:
         raise UserError("--json requires --dry-run")
     if [show, dry_run, only is not None, until_decided].count(True) > 1:
-        raise UserError("--list, --only, --dry-run and --until-decided exclude each other")
+        raise UserError("--list, --only, --dry-run and --until-decided are mutually exclusive")
     if max_seeds is not None and not until_decided:
         raise UserError("--max-seeds requires --until-decided")
     changed = [*(overrides or []), *(["quick=true"] if quick else [])]

@@ -39,7 +39,7 @@ def embed(
 
     if not is_main_process():
         return
-    print(f"{out}: {len(frame):,} embeddings of {len(frame['embedding'].iloc[0])} numbers")
+    print(f"{out}: {len(frame):,} embeddings of dimension {len(frame['embedding'].iloc[0])}")
     if skipped := frame.attrs["skipped"]:
         first = printable(f"{skipped[0]['key']}: {skipped[0]['reason']}")
         print(f"skipped {len(skipped)} unreadable sample(s), first {first}")

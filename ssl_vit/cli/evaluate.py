@@ -28,8 +28,8 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Labeled images or shards with a part to train and one to test on (default: the run's own); with "
-            "--test only those to train on. Repeat for several."
+            help="Labeled images or shards with train and test parts (default: the run's own); with --test, only "
+            "those to train on. Repeat for several."
         ),
     ] = None,
     test: Annotated[str | None, typer.Option(help="Labeled images or shards to test on.")] = None,
@@ -39,7 +39,7 @@ def evaluate(
     ] = None,
     metric: Annotated[
         Metric | None,
-        typer.Option(help="What tables show and settings are selected by. Default: the suite's, else accuracy."),
+        typer.Option(help="Metric to show and to select settings by. Default: the suite's, else accuracy."),
     ] = None,
     real_labels: Annotated[
         Path | None,
@@ -63,7 +63,7 @@ def evaluate(
     from ssl_vit.models import factory
 
     if as_json and per_class:
-        raise UserError("--json and --per-class exclude each other")
+        raise UserError("--json and --per-class are mutually exclusive")
     config = plugins.load("evaluators", evaluator).Config  # the command line is checked before the data
     run, real_labels = expanded(run), expanded(real_labels) if real_labels else None
     factory.find_weights(run)

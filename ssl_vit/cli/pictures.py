@@ -14,7 +14,7 @@ from ssl_vit.interfaces import UserError
 
 def inspect(
     weights: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a weights folder.")],
-    data: Annotated[str, typer.Option(help="Images or shards whose first images are pictured; labels are not needed.")],
+    data: Annotated[str, typer.Option(help="Images or shards whose first images are shown; labels are not needed.")],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the pictures (default: inspect/ in the given directory).")
     ] = None,

@@ -1,4 +1,4 @@
-"""Checks before the first task of a comparison: that every task can run, and that test images choose nothing."""
+"""Checks before the first task of a comparison: every task can run, and test images are only used for testing."""
 
 from __future__ import annotations
 

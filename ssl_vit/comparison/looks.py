@@ -37,7 +37,7 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
         began |= {counted: getattr(record, counted)[: first.seeds], "pretrainings": first.pretrainings}
         if changed := [key for key, value in began.items() if getattr(study.comparison, key) != value]:
             raise UserError(
-                f"{path}: its looks began with other {changed[0]} than the recipe has now; undo that change, or give "
+                f"{path}: its looks began with {changed[0]} other than the recipe's; undo that change, or give "
                 "another directory with run=PATH"
             )
         if record.baseline != study.comparison.baseline:
@@ -47,8 +47,8 @@ def resume(study: Study, *, until_decided: bool = False, max_seeds: int | None =
             )
         if max_seeds not in (None, record.max_seeds):
             raise UserError(
-                f"--max-seeds: {path} has looks that count on {record.max_seeds}; keep it, or give another directory "
-                "with run=PATH"
+                f"--max-seeds: {path} has looks planned for {record.max_seeds} seeds; keep it, or give another "
+                "directory with run=PATH"
             )
         added = {key: getattr(record, key) for key in (*_lists(study), "pretrainings")}
         study = replace(study, max_seeds=record.max_seeds, looks=record.looks, assigned=record.assigned)

@@ -71,8 +71,8 @@ class ComparisonData(Config):
         per-class accuracies. With `sets` or `suite`, each dataset has its own.
     pretrain: what the arms' recipes train on (default: `train`; with `sets` or `suite` the recipes' own). If it has no
         labels, arms that need labels train on `train`, and the others on both.
-    remote: how data behind URLs is read; the arms' recipes have it, too, except for what an arm's overrides set
-        (default: as the recipes say, for train and test as the first one that does).
+    remote: how data behind URLs is read, also in the arms' recipes unless an arm overrides it (default: as each recipe
+        says; for train and test, as the first recipe that sets it).
     """
 
     train: str | None = None

@@ -86,7 +86,7 @@ def _one_job(path: Path) -> Iterator[None]:
     waiting = False
     while not distributed.gather(is_main_process() and locked())[0]:  # one long wait would make the others give up
         if is_main_process() and not waiting:
-            print(f"another process runs this task: waiting (if there is none, delete {path})", file=sys.stderr)
+            print(f"another process is running this task: waiting (if there is none, delete {path})", file=sys.stderr)
         waiting = True
     try:
         yield

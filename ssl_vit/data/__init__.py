@@ -73,9 +73,9 @@ class AugmentConfig(Config):
         for name in ("scale", "ratio"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise ValueError(f"{name} must be two rising positive numbers, not {low}, {high}")
+                raise ValueError(f"{name} must be [low, high] with 0 < low <= high, not [{low}, {high}]")
         if self.scale[1] > 1:
-            raise ValueError(f"scale: shares of the image's area, at most 1, not {self.scale[1]}")
+            raise ValueError(f"scale: fractions of the image's area, at most 1, not {self.scale[1]}")
         return self
 
 
@@ -89,7 +89,7 @@ class RemoteConfig(Config):
     retries: how often a failed request or download is repeated before the run stops; the waits double from half a
         second up to a minute.
     timeout: seconds without data before an attempt fails, for http and s3; other clients have limits of their own (hf://:
-        HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a whole shard: `data.worker_timeout` must leave it the time.
+        HF_HUB_DOWNLOAD_TIMEOUT). A loader worker waits for a whole shard: `data.worker_timeout` must allow for that.
     """
 
     cache_dir: LocalPath | None = None
@@ -177,7 +177,7 @@ class DataConfig(Config):
     def _weights_are_whole(cls, train: str | tuple[WeightedShards, ...]) -> str | tuple[WeightedShards, ...]:
         if not isinstance(train, str):
             if not train:
-                raise ValueError("a mixture names at least one set of shards")
+                raise ValueError("the mixture is empty; name at least one shard set")
             if len({part.weight is None for part in train}) == 2:
                 raise ValueError("give every set of a mixture a weight, or none")
         return train

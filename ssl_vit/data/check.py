@@ -62,8 +62,8 @@ def check_data(place: str | Path, *others: str | Path, jobs: int | None = None, 
 
     place: a folder of shards or one that holds shards in train/ and test/; or images, which are packed first; or one
         part, PLACE#PART. Of images without splits the two parts of the automatic holdout are checked.
-    others: more such datasets, such as unlabeled images for pretraining. Shared images are searched in all parts of all
-        datasets; images without splits are one part. The names of parts in the report then include the place.
+    others: more such datasets, such as unlabeled images for pretraining. Shared images are searched for in all parts of
+        all datasets; images without splits are one part. The names of parts in the report then include the place.
     jobs: processes. Default: one per core, fewer for little data.
     progress: show it on stderr.
 
@@ -79,7 +79,7 @@ def check_data(place: str | Path, *others: str | Path, jobs: int | None = None, 
     bad, pictures = list[tuple[str, str, str]](), dict[str, list[_Picture]]()
     counts = dict[str, dict[str, pd.Series]]()
     for part in found:
-        defects, shards = check_set(part.folder, part.info, jobs, progress, look=_picture)
+        defects, shards = check_set(part.folder, part.info, jobs, progress, visit=_picture)
         if part.packed:  # what packing dropped
             bad += [(part.name, entry.file, entry.reason) for entry in (part.info.dropped if part.info else ())]
         listed = [(f"{entry.shard} {entry.key}".strip(), f"{entry.kind}: {entry.detail}") for entry in defects]

@@ -4,8 +4,8 @@ An epoch of a shard set is one sequence of samples: the shards in an order drawn
 samples in an order drawn from (seed, epoch, shard). The sequence is cut into `lanes` equal slices (to within one
 sample). A lane is an endless stream: its slice of epoch 0, then of epoch 1, and so on. Every optimizer step takes the
 same number of samples from every lane, in lane order, so the global batch of a step is the same on any number of
-processes and workers; each sample comes exactly once per epoch; no process ever waits for another's data; and where a
-run stands is one (epoch, position) pair a lane.
+processes and workers; each sample comes exactly once per epoch; no process ever waits for another's data; and a
+run's position is one (epoch, position) pair per lane.
 
 A mixture is several sets with weights. Its epoch has as many samples as the sets hold together, each set giving its
 share of them: the next part of its own endless sequence of epochs, so that a small set is repeated and a large one
@@ -104,7 +104,7 @@ def set_slice(seed: int, samples: SampleSet, first: int, last: int) -> Iterator[
 def lane_bounds(epoch: int, sets: Sequence[SampleSet], lanes: int, lane: int) -> list[tuple[int, int]]:
     """A lane's slice of an epoch, in each set's endless sequence, as (first, last + 1).
 
-    Which slice of an epoch a lane gets turns with the epoch, so that lanes stay level where slices differ by a sample.
+    The slice that a lane gets rotates with the epoch, so that lanes stay level where slices differ by a sample.
     """
     sizes = [samples.samples for samples in sets]
     total = sum(sizes)

@@ -120,7 +120,7 @@ class SampleReader:
                         if preprocess.needs_labels:
                             raise
                 if preprocess.needs_labels and label < 0:
-                    raise BadSample("no label (.cls), which this objective needs")
+                    raise BadSample("no label (.cls)")
                 picture = self._keep(shard, member, picture, label, key)
             index = int(self.first_index[shard]) + member
             views = []

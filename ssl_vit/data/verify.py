@@ -27,7 +27,7 @@ from ssl_vit.interfaces import BadSample, UserError
 from ssl_vit.progress import progress_bar
 
 Report = Callable[[str, str, str], None]  # key, kind, detail
-Look = Callable[[ShardFile, int, bytes, Image.Image], Any]
+Visit = Callable[[ShardFile, int, bytes, Image.Image], Any]
 """From a shard, the position of a sample in it, and its image, encoded and decoded."""
 
 
@@ -114,11 +114,11 @@ def check_set(
     progress: bool,
     *,
     pixels: bool = True,
-    look: Look | None = None,
+    visit: Visit | None = None,
 ) -> tuple[list[Defect], list[CheckedShard]]:
     """All defects, and what the shards that are there hold.
 
-    pixels: check checksums and pixels, too. look: called for the first image of every sample, if it can be decoded
+    pixels: check checksums and pixels, too. visit: called for the first image of every sample, if it can be decoded
     (with `pixels`). For the others, see `verify`.
     """
     present = {path.name for path in folder.glob(TARS) if path.is_file()}
@@ -147,7 +147,7 @@ def check_set(
         # Each job gets a copy of this: without the lists of all shards.
         splits = {name: part.model_copy(update={"shards": []}) for name, part in info.splits.items()} if info else {}
         about = info and info.model_copy(update={"shards": [], "dropped": [], "splits": splits})
-        check = partial(_check_shard, folder, about, pixels, look)
+        check = partial(_check_shard, folder, about, pixels, visit)
         run(check, files, process_count(jobs, len(files), samples), receive)
     keys_of_family: dict[str, set[str]] = {}  # train-000.tar and val-000.tar may share keys
     for name, _ in files:
@@ -166,7 +166,7 @@ def _listing(info: Info | None) -> str:
 @dataclass(frozen=True)
 class CheckedShard:
     """What was found in a shard. sizes: (height, width, channels) of each sample, zeros for one without an image. seen:
-    what `look` returned."""
+    what `visit` returned."""
 
     defects: list[Defect] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -176,7 +176,7 @@ class CheckedShard:
 
 
 def _check_shard(
-    folder: Path, info: Info | None, pixels: bool, look: Look | None, job: tuple[str, ShardEntry | None]
+    folder: Path, info: Info | None, pixels: bool, visit: Visit | None, job: tuple[str, ShardEntry | None]
 ) -> CheckedShard:
     (name, entry), facts, listing = job, CheckedShard(), _listing(info)
     path = folder / name
@@ -195,7 +195,7 @@ def _check_shard(
         except UserError as error:  # compressed
             report("", "truncated", str(error))
         else:
-            _check_samples(shard, info, pixels, look, facts, report)
+            _check_samples(shard, info, pixels, visit, facts, report)
             if not shard.damage and shard.size - shard.end < tarfile.BLOCKSIZE:
                 shard.damage = "the end mark is missing: the file was cut"
             if shard.damage:
@@ -206,7 +206,7 @@ def _check_shard(
 
 
 def _check_samples(
-    shard: ShardFile, info: Info | None, pixels: bool, look: Look | None, facts: CheckedShard, report: Report
+    shard: ShardFile, info: Info | None, pixels: bool, visit: Visit | None, facts: CheckedShard, report: Report
 ) -> None:
     for member in shard.duplicates:
         report(member.partition(".")[0], "duplicate_key", f"{member} is there twice")
@@ -227,9 +227,9 @@ def _check_samples(
                 image = open_header(data)
                 height, width, depth = image.height, image.width, channels(image)
                 if pixels:
-                    decode(image, at_least=None if look else (1, 1))
-                if look and data is images[0]:
-                    facts.seen.append(look(shard, position, data, image))
+                    decode(image, at_least=None if visit else (1, 1))
+                if visit and data is images[0]:
+                    facts.seen.append(visit(shard, position, data, image))
             readable = bool(images)
         except BadSample as error:
             report(key, "unreadable_image", str(error))

@@ -39,11 +39,11 @@ class LabeledConfig(Config):
 class SweepConfig(Config):
     """sweep: values to try by key of this evaluator, `sweep.KEY=[VALUE,VALUE]`; all combinations are scored on held-out
         labeled images. A sweep replaces the evaluator's default sweep; in a comparison, it is merged key by key with
-        that of the recipe. `KEY=VALUE` sets a key and removes it from the sweep; where no key is left, the rest of the
-        default sweep applies. `sweep={}` turns the sweep off.
+        that of the recipe. `KEY=VALUE` sets a key and removes it from the sweep; if the sweep is then empty, the other
+        keys of the default sweep apply. `sweep={}` turns the sweep off.
 
     held_out: fraction of each class's images that the selection is scored on.
-    held_out_repeats: how many random held-out parts the selection averages over; more if few images are held out.
+    held_out_repeats: random held-out parts that the selection averages over; use more if few images are held out.
         After each part, only the better half of the candidates (at least two) is tried on the next one.
     """
 
@@ -66,7 +66,7 @@ class SweepConfig(Config):
         swept = {key: several(values) for key, values in recipe.flatten(value).items() if key}
         for key, values in swept.items():
             if not all(isinstance(value, int | float | str) for value in values):
-                raise ValueError(f"sweep.{key}: give numbers or words to try, such as [0.1, 0.2]")
+                raise ValueError(f"sweep.{key}: give numbers or strings to try, such as [0.1, 0.2]")
         return {key: tuple(sorted(values, key=lambda v: (isinstance(v, str), v))) for key, values in swept.items()}
 
     @model_validator(mode="after")

@@ -113,7 +113,7 @@ class TrainedConfig(SweepConfig):
     ) -> Recipe:
         """The training on this number of labeled images, as a recipe."""
         if batch_size % self.lanes:
-            raise UserError(f"training.batch_size={batch_size} is no multiple of lanes={self.lanes}; change either")
+            raise UserError(f"training.batch_size={batch_size} is not a multiple of lanes={self.lanes}; change either")
         training = self.training.model_copy(update={"batch_size": batch_size})
         steps = training.total_steps(images) + self.extra_steps
         epochs = self.warmup_epochs

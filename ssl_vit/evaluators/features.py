@@ -102,7 +102,7 @@ class FeatureConfig(Config):
 
     pooling: the class `token`, the `mean` of the patches, `both` concatenated, or all `patches` concatenated. For the
         features before a supervised run's head, give the one that it reads (in the paper's runs `token`).
-    block: block whose output is read (1 is the first), with the model's last norm applied; None: the model's output.
+    block: block whose output is read (1 is the first), with the model's final norm applied; None: the model's output.
     image_size: a side or [height, width] in pixels; None: the encoder's own, which raw pixels always have.
     position_resampling: how the positions are resampled to another size: as in `timm` or as in `google`.
     """
@@ -234,8 +234,8 @@ def extract(
         raise UserError(f"{shards.spec}: no sample there has a readable image{' and a label (.cls)' * needs_labels}")
     if not (finite := np.isfinite(rows).all(axis=1)).all():
         error = (RunError if what == "features" else Diverged)(
-            f"the {what} of image {order[~finite].min()} of {shards.spec} are not finite: the weights hold such "
-            "numbers, or overflow in this precision"
+            f"the {what} of image {order[~finite].min()} of {shards.spec} are not finite: the weights are not, "
+            "or the forward pass overflows in this precision"
         )
         error.everywhere = True
         raise error

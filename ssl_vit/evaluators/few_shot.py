@@ -132,7 +132,7 @@ def few_shot_accuracy(
     short = short_classes(train_labels, max(shots), train_labels)
     if short:
         warnings.warn(
-            f"{len(short)} class(es) have fewer than {max(shots)} images and give all they have: {short[:10]}",
+            f"{len(short)} class(es) have fewer than {max(shots)} images; all are used: {short[:10]}",
             stacklevel=2,
         )
     pairs = [(int(shot), int(seed)) for shot in shots for seed in seeds]  # of an array, too

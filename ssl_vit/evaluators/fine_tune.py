@@ -43,7 +43,7 @@ class Config(TrainedConfig, LabeledConfig):
         own sweep).
     image_size: pixels, a side or [height, width]; another than the pretraining's (None) resamples the positions.
     position_resampling: by the method of `timm` or `google`.
-    drop_path: stochastic depth of the last block (None: as pretrained, which may differ between the arms of a
+    drop_path: stochastic depth rate of the last block (None: as pretrained, which may differ between the arms of a
         comparison).
     dropout: in place of `encoder.dropout` (None: as pretrained).
     """

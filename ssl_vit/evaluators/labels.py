@@ -84,7 +84,7 @@ def short_note(
         return (f"{budget} of the labels are {asked} images; {len(labels)} could be used",) * (len(labels) < asked)
     if not isinstance(budget, int) or not (short := short_classes(labels, budget, everything)):
         return ()
-    return (f"{len(short)} class(es) gave fewer than {budget} images, all that could be used: {named(short, names)}",)
+    return (f"{len(short)} class(es) have fewer than {budget} usable images; all are used: {named(short, names)}",)
 
 
 def untrained_note(test_labels: np.ndarray, everything: np.ndarray, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def set_notes(train: ShardSet, test: ShardSet) -> list[str]:
         notes.append(f"{train.spec} names {counts[0]} classes, {test.spec} names {counts[1]}; check that labels agree")
     if (shared := train.in_common(test)) or saw_images(train.places, test.spec):
         what = f"have {shared} shards in common" if shared else "have images in common"
-        notes.append(f"{train.spec} and {test.spec} {what}; the accuracy is not that of new images")
+        notes.append(f"{train.spec} and {test.spec} {what}; the accuracy is not that on unseen images")
     if unlabeled := int((labels_of(train) < 0).sum()):
         count = f"{unlabeled} of {train.samples} images of {train.spec}"
         notes.append(f"{count} have no valid label and are not used as labeled images")

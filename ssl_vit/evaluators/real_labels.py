@@ -68,7 +68,7 @@ def rescored(result: Result, sets: RealLabels) -> Result:
     prediction = result.prediction
     keep = np.isin(prediction.images, [*sets])
     if not keep.any():
-        raise UserError(f"no test image of {result.arm} has a reassessed label; remove the option")
+        raise UserError("real_labels: no test image has a reassessed label; remove it")
     arrays = {name: None if array is None else array[keep] for name, array in vars(prediction).items()}
     right = [sets[image] for image in prediction.images[keep].tolist()]
     predicted = prediction.predicted[keep].tolist()

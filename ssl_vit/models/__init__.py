@@ -47,7 +47,7 @@ class EncoderConfig(Config):
     position_resampling: how `init_from` fits positions to another patch grid: `timm` (bicubic, antialiased) or `google`
         (scipy's zoom of order 1, the paper authors').
     dropout: dropout rate after the position embeddings and after every linear layer except qkv (paper, table 3: 0.1).
-    init: `jax` (the authors' initialization: Xavier-uniform projections, as timm carries it) or `timm` (normal 0.02).
+    init: `jax` (the authors' initialization: Xavier-uniform projections, as in timm) or `timm` (normal 0.02).
     position_std: standard deviation of the initial learned positions (authors: 0.02).
     drop_path: stochastic depth rate of the last block.
     norm_eps: epsilon of the layer norms; None: timm's for this name (1e-6 in most).

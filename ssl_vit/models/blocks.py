@@ -42,10 +42,11 @@ def run(block: nn.Module, tokens_BTD: torch.Tensor, **more: Any) -> torch.Tensor
     return outputs
 
 
-def run_all(blocks: Sequence[nn.Module], tokens_BTD: torch.Tensor, *, again: bool, **more: Any) -> torch.Tensor:
-    """The output tokens of several blocks. again: compute activations again in the backward pass instead of keeping
-    them."""
-    if again and torch.is_grad_enabled():
+def run_all(
+    blocks: Sequence[nn.Module], tokens_BTD: torch.Tensor, *, grad_checkpointing: bool, **more: Any
+) -> torch.Tensor:
+    """The output tokens of several blocks."""
+    if grad_checkpointing and torch.is_grad_enabled():
         outputs: torch.Tensor = checkpoint_seq([partial(run, block, **more) for block in blocks], tokens_BTD)
         return outputs
     for block in blocks:

@@ -78,7 +78,7 @@ class Encoder(nn.Module, ABC):
         return self.grid[0] * self.grid[1]
 
     def num_features(self, pooling: Pooling) -> int:
-        """How many numbers `pool` gives for an image."""
+        """Dimension of `pool`'s output per image."""
         return self.width * {"both": 2, "patches": self.patches}.get(pooling, 1)
 
     @property

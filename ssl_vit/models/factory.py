@@ -88,7 +88,7 @@ def _build_other(config: EncoderConfig) -> TimmEncoder:
     fits = {"name", "image_size", "channels", "drop_path", "mean", "std", "position_resampling"}
     for key, value in config:
         if key not in fits and value != EncoderConfig.model_fields[key].default:
-            raise UserError(f"encoder.{key}: {config.name} is no VisionTransformer; remove the key")
+            raise UserError(f"encoder.{key}: {config.name} is not a VisionTransformer; remove the key")
     arguments: dict[str, Any] = {"in_chans": config.channels}
     if config.drop_path:
         arguments["drop_path_rate"] = config.drop_path
@@ -96,7 +96,7 @@ def _build_other(config: EncoderConfig) -> TimmEncoder:
 
 
 def build_timm(name: str, arguments: dict[str, Any], mean: Numbers, std: Numbers, image_size: Size) -> TimmEncoder:
-    """A network that is no VisionTransformer, with timm's `img_size` where it is built for one size."""
+    """A network that is not a VisionTransformer, with timm's `img_size` where it is built for one size."""
     cfg = timm.get_pretrained_cfg(name)
     if cfg and cfg.fixed_input_size and pair(image_size) != tuple(cfg.input_size[1:]):
         arguments = {"img_size": pair(image_size), **arguments}

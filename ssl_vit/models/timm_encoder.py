@@ -42,7 +42,7 @@ class TimmEncoder(Encoder):
         self._measure()
 
     def _measure(self) -> None:
-        """Read the shapes of outputs from a network without numbers. Raises UserError for an image size that fails."""
+        """Read output shapes from a network on the meta device. Raises UserError for an image size that fails."""
         shape = (1, self.channels, *self.image_size)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
             network = create(self.name, self.arguments).eval()

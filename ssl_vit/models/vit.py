@@ -159,9 +159,9 @@ class ViTEncoder(Encoder):
         keep_BK: int64 patch indices; only those patches' outputs are returned (B, K, D), always normalized.
         """
         if keep_BK is None:
-            return self._read(self.enter(tokens_BND), None)
+            return self._run_blocks(self.enter(tokens_BND), None)
         index_BK = keep_BK + self.prefix_tokens
-        return self.finish(self._read(self.enter(tokens_BND), lambda tokens: take(tokens, index_BK)))
+        return self.finish(self._run_blocks(self.enter(tokens_BND), lambda tokens: take(tokens, index_BK)))
 
     def encode_visible(self, tokens_BND: torch.Tensor, visible_BK: torch.Tensor) -> torch.Tensor:
         """Patch embeddings -> output tokens (B, P + K, D) of the prefix tokens and these patches, always normalized.
@@ -169,9 +169,9 @@ class ViTEncoder(Encoder):
         visible_BK: int64 patch indices. The other patches do not enter the first block.
         """
         among_BT = self._with_prefix(visible_BK) if self.positions == "relative" else None
-        return self.finish(self._read(self.enter(tokens_BND, visible_BK), None, among_BT=among_BT))
+        return self.finish(self._run_blocks(self.enter(tokens_BND, visible_BK), None, among_BT=among_BT))
 
-    def _read(
+    def _run_blocks(
         self, tokens: torch.Tensor, pick: Pick | None, depth: int | None = None, among_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
         """All blocks (or the first `depth`) and the last norm; of the last one, only the tokens that `pick` takes.
@@ -180,7 +180,7 @@ class ViTEncoder(Encoder):
         """
         among = {} if among_BT is None else {"among_BT": among_BT}
         *before, last = list(self.network.blocks)[:depth]
-        tokens = run_all(before, tokens, again=self.network.grad_checkpointing, **among)
+        tokens = run_all(before, tokens, grad_checkpointing=self.network.grad_checkpointing, **among)
         read: torch.Tensor = self.network.norm(run_last(last, tokens, pick, **among))
         return read
 
@@ -192,7 +192,7 @@ class ViTEncoder(Encoder):
         if block and block > (depth := len(self.network.blocks)):
             raise UserError(f"block={block}: {self.name} has blocks 1 to {depth}")
         pick: Pick | None = (lambda tokens: tokens[:, :1]) if pooling == "token" else None
-        return self.pool(self._read(self.enter(self.embed(images_BCHW)), pick, block), pooling)
+        return self.pool(self._run_blocks(self.enter(self.embed(images_BCHW)), pick, block), pooling)
 
     def finish(self, vectors: torch.Tensor) -> torch.Tensor:
         finished: torch.Tensor = self.network.fc_norm(vectors)

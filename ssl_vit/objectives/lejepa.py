@@ -100,7 +100,7 @@ def sigreg(projections_BVD: torch.Tensor, directions_DK: torch.Tensor, points: i
 
 
 @torch.no_grad()
-def effective_rank(vectors_BD: torch.Tensor) -> torch.Tensor:
+def participation_ratio(vectors_BD: torch.Tensor) -> torch.Tensor:
     """How many dimensions the vectors of all processes' images fill: (sum of the covariance's eigenvalues)^2 / (sum of
     their squares), a float32 scalar from 0 (all vectors equal: collapse) to D.
 
@@ -164,8 +164,8 @@ class Objective(nn.Module):
             invariance = (projections_BVD - projections_BVD.mean(1, keepdim=True)).square().mean()
             gaussian = sigreg(projections_BVD, directions_DK, self.config.points)
             ranks = {
-                "feature_rank": effective_rank(features_BD.detach()),
-                "projection_rank": effective_rank(projections_BD.detach()),
+                "feature_rank": participation_ratio(features_BD.detach()),
+                "projection_rank": participation_ratio(projections_BD.detach()),
             }
         loss = (1 - self.config.sigreg_weight) * invariance + self.config.sigreg_weight * gaussian
         return StepOutput(loss, {"invariance": invariance.detach(), "sigreg": gaussian.detach(), **ranks})

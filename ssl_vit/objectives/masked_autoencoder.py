@@ -104,7 +104,7 @@ class Objective(nn.Module):
         visible_BK, masked_BM = order_BN.split([self.encoder.patches - self.masked, self.masked], dim=1)
         tokens = self.enter(self.encoder.encode_visible(self.encoder.embed(images_BCHW), visible_BK), order_BN)
         *before, last = self.blocks
-        tokens = run_all(before, tokens, again=self.encoder.network.grad_checkpointing)
+        tokens = run_all(before, tokens, grad_checkpointing=self.encoder.network.grad_checkpointing)
         tokens = run_last(last, tokens, lambda every: every[:, -self.masked :])
         return self.head(self.norm(tokens)).float(), masked_BM
 

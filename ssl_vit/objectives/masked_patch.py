@@ -69,7 +69,7 @@ class Config(ObjectiveConfig):
         if self.mask_prob + self.random_prob > 1 + 1e-9:
             raise ValueError("mask_prob + random_prob must not exceed 1")
         if self.loss == "l1" and self.target != "pixels":
-            raise ValueError(f"loss=l1 is of target=pixels; target={self.target} has classes and cross-entropy")
+            raise ValueError(f"loss=l1 requires target=pixels; target={self.target} uses cross-entropy")
         return self
 
 

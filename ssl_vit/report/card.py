@@ -146,7 +146,7 @@ def _training(run: Run, settings: Recipe, weights: Path) -> Facts:
     done: Facts = {}
     if run.summary:
         done = {"Steps": run.summary.steps, "Images seen": run.summary.images_seen, "Seconds": run.summary.seconds}
-    if (weights / "state.json").is_file():  # a checkpoint of a run that went on
+    if (weights / "state.json").is_file():  # a checkpoint of a run that continued
         progress = read_json(weights / "state.json")["progress"]
         seen = progress["step"] * settings.training.batch_size
         done = {"Steps": progress["step"], "Images seen": seen, "Seconds": progress["seconds"]}

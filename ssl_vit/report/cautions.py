@@ -157,15 +157,15 @@ def _one_length(comparison: Comparison, head: Difference) -> Iterator[str]:
         used = "; ".join(f"{label}: {joined(lengths)}" for label, lengths in tried.items())
     given = f" ({used}{more})" if used else ""
     if fixed := [label for label, lengths in tried.items() if len(lengths) < 2]:
-        reason = "Training from scratch often needs a longer one than a pretrained encoder. " * (scratch and not more)
+        reason = "Training from scratch often has to be longer. " * (scratch and not more)
         of = f" of {joined(fixed)}" if len(fixed) < len(tried) else ""
         other = f"give several lengths with evaluators.{head.place.evaluator}.sweep.training.steps"
         if more:  # the compute would not be equal any more
-            other = "compare other lengths in comparisons of their own"
+            other = "compare other lengths in separate comparisons"
         reason += f"The difference may depend on it; {other}."
         yield f"no sweep selected the length of fine-tuning{of}{given}. {reason}"
     elif len({*tried.values()}) > 1:
-        yield f"the arms select the length of fine-tuning from different ones{given}."
+        yield f"the arms' sweeps try different lengths of fine-tuning{given}."
 
 
 def _richly_selected(comparison: Comparison, head: Difference) -> Iterator[str]:

@@ -63,7 +63,7 @@ def compute(comparison: Comparison, head: Difference) -> list[str]:
     if theirs and comparison.record.evaluators[head.place.evaluator].trains_encoder:
         one, other = (_one_run(comparison, head.place, arm) for arm in arms)
         if other:
-            per_run = "a fine-tuning and, of pretrained arms, a pretraining"
+            per_run = "a fine-tuning and, for pretrained arms, a pretraining"
             said += f" Per run ({per_run}), {_times(one / other)} times as many."
         equal = head.arm in (arm.compute_of for arm in comparison.record.arms)
         kinds = {arm.name: arm.kind for arm in comparison.record.arms}

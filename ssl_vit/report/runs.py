@@ -88,7 +88,8 @@ def read_run(path: Path) -> Run:
     losses, remarks = _read_metrics(path / "metrics.jsonl")
     stored, outdated = results.evaluations(path)
     remarks += [
-        f"results/{item.name} is of other weights and was skipped: run `ssl-vit eval` again." for item in outdated
+        f"results/{item.name} was measured on other weights and was skipped: run `ssl-vit eval` again."
+        for item in outdated
     ]
     remarks += [f"{item.about.title}: {note}." for item in stored.values() for note in item.about.notes]
     return Run(
@@ -111,7 +112,7 @@ def without_replaced(run: Run) -> Run:
     for evaluation in sorted(run.evaluations, key=lambda one: one.about.saved):
         key = evaluation.about.model_dump_json(include={"evaluator", "settings", "metric", "data"})
         if (older := newest.get(key)) and older.path:
-            remarks.append(f"results/{older.path.name} is of data that has changed since and was skipped.")
+            remarks.append(f"results/{older.path.name} was measured on data that has changed since and was skipped.")
         newest[key] = evaluation
     kept = sorted(newest.values(), key=lambda one: str(one.path))
     return replace(run, evaluations=tuple(kept), remarks=(*run.remarks, *remarks))

@@ -150,19 +150,19 @@ def cost_table(comparison: Comparison) -> Shown:
     frame = pd.DataFrame(cells)
     frame.insert(0, "Cost", frame.index, allow_duplicates=True)  # an arm may have such a label
     others = spent.drop(index=[arm.name for arm in comparison.record.arms], level="arm", errors="ignore")
-    if len(others):  # references and the repetitions of the self-test
+    if len(others):  # also the repetitions of the self-test
         total = others.groupby("stage").sum()
         column = {f"{stage}, {name}": total[unit].get(stage) for stage in STAGES for unit, name in UNITS.items()}
         spent_there = [text(column.get(name)) for name in frame.index]
-        frame.insert(len(frame.columns), "Not an arm", spent_there, allow_duplicates=True)
+        frame.insert(len(frame.columns), "References", spent_there, allow_duplicates=True)
     title = "Cost: all pretrainings; all sweeps; all other trainings of evaluators"
     swept = {task.id for task in comparison.record.tasks if task.kind == "sweep"}
     if any(file.stem in swept for file in comparison.measured.files):
         title += ". The run that wins a sweep is the first seed's result, and counted under Sweeps"
     if comparison.record.jobs > 1:
-        title += f". Seconds were measured with {comparison.record.jobs} tasks side by side"
+        title += f". Seconds were measured with {comparison.record.jobs} tasks in parallel"
     if begun := [f"{arm.label} ({arm.starts_from})" for arm in comparison.record.arms if arm.starts_from]:
-        title += f". Not counted: what made the weights that these started from: {', '.join(begun)}"
+        title += f". Not counted: training of the weights that these arms start from: {', '.join(begun)}"
     return Shown(title, frame)
 
 

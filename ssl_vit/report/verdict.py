@@ -51,7 +51,7 @@ def interval(comparison: Comparison, summary: Summary) -> str:
                 "Bonferroni's interval, which is wider, lies within the margin."
             )
     if comparison.record.max_seeds:
-        sentence += f" Intervals of differences have {100 * comparison.confidence:.1f}% confidence, for the looks."
+        sentence += f" With these looks, intervals of differences have {100 * comparison.confidence:.1f}% confidence."
     said = {arm for head in summary.headlines for arm in head.fixed}
     fixed = dict.fromkeys(arm for row in (*summary.means, *summary.differences) for arm in row.fixed)
     if once := [comparison.label(arm) for arm in fixed if arm not in said]:

@@ -54,7 +54,7 @@ class TrainingConfig(Config):
         `auto`: the faster of fp32 (GPUs: tf32) and bf16 in a short trial of this recipe on this device, without
         torch.compile; the run's recipe keeps the choice. Weights, color targets, norms and losses are float32 in any
         case.
-    deterministic: use deterministic algorithms only, so that a GPU repeats a run bit by bit on the same hardware and
+    deterministic: use deterministic algorithms only, so that a GPU repeats a run bit for bit on the same hardware and
         number of processes (a CPU does so in any case); slower.
     compile: use torch.compile: faster on GPUs, after a minute or more before the first step. Of little use on CPUs.
         It needs a C compiler, and a model that is not sharded.
@@ -63,8 +63,8 @@ class TrainingConfig(Config):
     ema: EMA decay of the weights per step (0: none; 0.999 is common); the saved encoder then has the averaged
         weights. It starts lower, at (1 + step) / (10 + step). The statistics of batch norm are not averaged.
     timeout: seconds that a process waits for the others.
-    trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with the
-        keywords of its own initialization.
+    trackers: Accelerate's trackers by name (`tensorboard`, `wandb`, `mlflow`, `clearml`, `trackio`, ...), each with its
+        keyword arguments.
     log_every: steps between log lines.
     checkpoint_every: steps between checkpoints (0: only the last one).
     picture_every: steps between pictures of the predictions, and one at the end (0: none): PNG files in RUN/pictures,
@@ -109,8 +109,8 @@ class ProbeConfig(Config):
 
     every: steps between probes (and one at the end).
     data: labeled shards (None: the run's own training shards).
-    labels_per_class: labeled images to fit to.
-    images: how many others of these shards are scored, at most (but at least one per class).
+    labels_per_class: labeled images per class to fit to.
+    images: maximum number of other images of these shards to score (at least one per class).
     pooling: as in the evaluator `few_shot`.
     l2: as in the evaluator `few_shot`.
     patience: probes in a row without a new best after which training ends (None: never). It looks at held-out training

@@ -64,7 +64,7 @@ class Engine(Accelerator):
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
 
-def set_float32_products(precision: Precision) -> None:
+def set_float32_matmul(precision: Precision) -> None:
     """Let matrix products and convolutions in float32 use TensorFloat-32, or not."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
@@ -118,7 +118,7 @@ def make_accelerator(precision: Precision = "fp32", timeout: int = 600, *, or_fp
             f"{first_line(error)}; check that all were started, with the same main address and port"
         ) from error
     # After the constructor, which may allow TF32 by itself.
-    set_float32_products(precision)
+    set_float32_matmul(precision)
     with shared_errors():
         _check_world(accelerator, launched)
     if accelerator.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What a training step costs and which parameters it trains, by a pass on tensors that hold no numbers."""
+"""What a training step costs and which parameters it trains, by a pass on meta tensors."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evalua
         (["--suite", "transfr"], "transfr: no such suite"),
         (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
         (["--data", "nowhere"], "nowhere: no such file or folder"),
-        (["--per-class", "--json"], "exclude each other"),
+        (["--per-class", "--json"], "are mutually exclusive"),
     ],
 )
 def test_wrong_data_is_named(evaluate: Call, arguments: list[str], expected: str) -> None:

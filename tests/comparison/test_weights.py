@@ -92,7 +92,7 @@ def test_features_that_the_weights_do_not_have_are_refused_before_the_first_task
     assert not (tmp_path / "run" / "tasks").exists()
 
 
-def test_an_optional_arm_is_left_out_where_the_hub_is_out_of_reach(
+def test_an_optional_arm_is_skipped_where_the_hub_is_out_of_reach(
     mini: Mini, tmp_path: Path, no_hub: Path, call: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub_arm = {"label": "ImageNet", "weights": f"timm:{HUB_NAME}", "optional": True, "evaluators": SMALL}

@@ -122,7 +122,7 @@ def walk(stream: Any, samples: int) -> list[tuple[LanePosition, Sample]]:
 
 @quick
 @given(lanes=LANES, ranks=st.integers(1, 64), workers=st.integers(0, 8))
-def test_ranks_and_workers_share_out_the_lanes_in_order(lanes: int, ranks: int, workers: int) -> None:
+def test_ranks_and_workers_split_the_lanes_in_order(lanes: int, ranks: int, workers: int) -> None:
     by_rank = [worker_lanes(lanes, ranks, rank, 0, 0) for rank in range(ranks)]
     assert [lane for own in by_rank for lane in own] == list(range(lanes))
     for rank, own in enumerate(by_rank):

@@ -67,7 +67,7 @@ def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     assert [sample.key for sample in shard.samples] == ["d/0"]
 
 
-def test_directories_and_links_are_passed_over(tmp_path: Path) -> None:
+def test_directories_and_links_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "s.tar"
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "0.jpg").write_bytes(b"abc")

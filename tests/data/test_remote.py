@@ -60,8 +60,8 @@ def test_a_broken_transfer_is_repeated(server: FaultyServer, faults: list[tuple]
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (("stall", 0), "nothing came for 0.5 s"),
-        (("silent",), "nothing came for 0.5 s"),
+        (("stall", 0), "no data for 0.5 s"),
+        (("silent",), "no data for 0.5 s"),
         (("status", 503), "HTTP status 503"),
         (("cut", 0), "not completed"),
     ],

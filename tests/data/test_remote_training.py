@@ -136,7 +136,7 @@ def test_a_run_through_failures_and_an_outage_ends_as_one_from_the_disk(
     server.always[last := last_shard_of_the_first_epoch(digit_shards)] = ("silent",)
     web, disk = tmp_path / "web", tmp_path / "disk"
 
-    with pytest.raises(RunError, match=f"^{server.url}/{last}: nothing came for 0.7 s; 2 tries in .*$"):
+    with pytest.raises(RunError, match=f"^{server.url}/{last}: no data for 0.7 s; 2 tries in .*$"):
         train(server.url, web, "data.remote.timeout=0.7", "data.remote.retries=1", "training.checkpoint_every=0")
     server.always.clear()
     train(server.url, web, f"data.remote.cache_dir={tmp_path}/cache")

@@ -139,7 +139,7 @@ def test_what_a_budget_lacks_is_noted(array_context: Build) -> None:
     context = array_context(TRAIN, TEST, (broken,))
     few, many = runner.measure(Evaluator(config()), context, "trained", (5, 30), (0,))
     assert many.labels == 79 and few.labels == 15 and few.notes == ()
-    assert "1 class(es) gave fewer than 30 images" in many.notes[0] and many.notes[0].endswith(": 2")
+    assert "1 class(es) have fewer than 30 usable images" in many.notes[0] and many.notes[0].endswith(": 2")
     assert "1 of 80 labeled images could not be read" in many.notes[1]
 
 

@@ -86,8 +86,8 @@ def test_weights_of_another_activation_function_are_not_taken_over() -> None:
         ({"name": "vit_bse_patch16_224"}, "did you mean .*vit_base_patch16_224"),
         ({"name": "qqqq"}, "not a timm model"),
         ({"name": "vit_tiny_patch16_224.augreg_in21k"}, "a tag names weights"),
-        ({"name": "resnet18", "patch_size": 4}, r"encoder\.patch_size: resnet18 is no VisionTransformer"),
-        ({"name": "eva02_tiny_patch14_224", "patch_size": 14}, "is no VisionTransformer; remove the key"),
+        ({"name": "resnet18", "patch_size": 4}, r"encoder\.patch_size: resnet18 is not a VisionTransformer"),
+        ({"name": "eva02_tiny_patch14_224", "patch_size": 14}, "is not a VisionTransformer; remove the key"),
         ({"image_size": 225}, r"encoder\.image_size=225 .* use 224 or 240"),
         ({"image_size": (224, 250)}, r"encoder\.image_size=250 .* use 240 or 256"),
         (

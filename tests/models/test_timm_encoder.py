@@ -121,7 +121,7 @@ def test_weights_of_another_network_with_the_same_tensors_are_refused() -> None:
 
 
 def test_what_only_a_vit_has_is_refused() -> None:
-    with pytest.raises(UserError, match=r"encoder\.class_token: resnet10t is no VisionTransformer"):
+    with pytest.raises(UserError, match=r"encoder\.class_token: resnet10t is not a VisionTransformer"):
         cnn(class_token=False)
     with pytest.raises(UserError, match="needs a class token, which resnet10t does not have: use mean"):
         cnn().pool(torch.zeros(2, 4, 512), "token")

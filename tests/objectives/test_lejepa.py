@@ -13,7 +13,7 @@ from scipy import integrate
 
 from ssl_vit import stage
 from ssl_vit.interfaces import UserError
-from ssl_vit.objectives.lejepa import BatchNorm, Config, Objective, effective_rank, sigreg
+from ssl_vit.objectives.lejepa import BatchNorm, Config, Objective, participation_ratio, sigreg
 from ssl_vit.recipe import load_recipe
 
 GAUSSIAN = 2 * integrate.quad(lambda t: (1 - math.exp(-t * t)) * math.exp(-t * t / 2), 0, 3)[0]
@@ -89,10 +89,10 @@ def test_batch_norm_is_torchs(spread: float) -> None:
 @pytest.mark.parametrize("dimensions", [1, 3, 8])
 def test_the_effective_rank_counts_dimensions(dimensions: int) -> None:
     vectors = drawn(4000, dimensions) @ torch.linalg.qr(drawn(8, 8, seed=1)).Q[:dimensions] + 5
-    assert float(effective_rank(vectors)) == pytest.approx(dimensions, rel=0.02)
-    assert float(effective_rank(vectors * 1e-2)) == pytest.approx(dimensions, rel=0.02), "whatever their size"
-    assert effective_rank(vectors.bfloat16()).dtype == torch.float32
-    assert float(effective_rank(torch.full((32, 8), 1.5))) == 0, "a collapsed batch"
+    assert float(participation_ratio(vectors)) == pytest.approx(dimensions, rel=0.02)
+    assert float(participation_ratio(vectors * 1e-2)) == pytest.approx(dimensions, rel=0.02), "whatever their size"
+    assert participation_ratio(vectors.bfloat16()).dtype == torch.float32
+    assert float(participation_ratio(torch.full((32, 8), 1.5))) == 0, "a collapsed batch"
 
 
 @pytest.mark.parametrize("config", [{}, {"pooling": "mean", "points": 5, "sigreg_weight": 0.3}])
@@ -118,8 +118,8 @@ def test_the_loss_is_the_weighted_sum_of_invariance_and_sigreg(
     torch.testing.assert_close(output.metrics["invariance"], invariance)
     torch.testing.assert_close(output.metrics["sigreg"], regularization)
     torch.testing.assert_close(output.loss.detach(), (1 - weight) * invariance + weight * regularization)
-    torch.testing.assert_close(output.metrics["feature_rank"], effective_rank(features))
-    torch.testing.assert_close(output.metrics["projection_rank"], effective_rank(projections.flatten(0, 1)))
+    torch.testing.assert_close(output.metrics["feature_rank"], participation_ratio(features))
+    torch.testing.assert_close(output.metrics["projection_rank"], participation_ratio(projections.flatten(0, 1)))
     assert 1 < output.metrics["feature_rank"] <= 16 and 1 < output.metrics["projection_rank"] <= 8
 
 

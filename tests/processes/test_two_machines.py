@@ -70,7 +70,7 @@ def start(machines: tuple[str, str], digits: Path, run: Path, *more: str) -> lis
     return started
 
 
-def test_a_machine_that_is_cut_off_ends_the_other_and_both_go_on(
+def test_a_machine_that_is_cut_off_ends_the_other_and_both_resume(
     machines: tuple[str, str], digits: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

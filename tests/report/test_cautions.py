@@ -51,7 +51,7 @@ def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:
     text = cautioned("others", arms=longer, sweep=rates | {"training.steps": [100, 4000]})
     assert "different ones" not in text, "both have their own"
     text = cautioned("unlike", arms=[longer[0], *ARMS[1:]], sweep=rates | {"training.steps": [100, 4000]})
-    assert caution not in text and "select the length of fine-tuning from different ones" in text
+    assert caution not in text and "sweeps try different lengths of fine-tuning" in text
     frozen = [replace(one, evaluator="few_shot") for one in two_arms(0.2)]
     assert caution not in said(folder / "frozen", frozen)
 

@@ -53,7 +53,7 @@ def test_results_of_other_weights_are_skipped_and_counted(tmp_path: Path) -> Non
     assert len(read_run(run).evaluations) == 1
     (run / "encoder.safetensors").write_bytes(b"new")
     found = read_run(run)
-    assert found.evaluations == () and "few_shot-1.json is of other weights" in found.remarks[0]
+    assert found.evaluations == () and "few_shot-1.json was measured on other weights" in found.remarks[0]
     write_run(tmp_path / "same", "a", 0.6, sha256=sha256(run / "encoder.safetensors"))
     shutil.copy(run / "encoder.safetensors", tmp_path / "same")
     assert len(read_run(tmp_path / "same").evaluations) == 1
@@ -67,7 +67,7 @@ def test_results_of_data_that_changed_are_skipped_once_there_are_newer_ones(tmp_
         (run / "results" / file.name.replace("few_shot-1", "few_shot-0")).write_bytes(content)
     (found,) = read([run]).runs.values()
     assert [one.path and one.path.stem for one in found.evaluations] == ["few_shot-0"]
-    assert "few_shot-1.json is of data that has changed" in found.remarks[0]
+    assert "few_shot-1.json was measured on data that has changed" in found.remarks[0]
     several = read([run, write_run(tmp_path / "b", "b", 0.7, shards={"train": "1", "test": "1"})])
     shared = several.table.frame.query("arm in ('a', 'b')").groupby("evaluator")["arm"].nunique()
     assert shared.max() == 2, "the other run was evaluated on the old data, too"

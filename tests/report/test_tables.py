@@ -35,7 +35,7 @@ def printed(comparison: Comparison, width: int) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("label", ["Cost", "Class", "Test images", "Not an arm", "Arm"])
+@pytest.mark.parametrize("label", ["Cost", "Class", "Test images", "References", "Arm"])
 def test_an_arm_may_have_the_name_of_a_column(tmp_path: Path, label: str) -> None:
     arms = (ARMS[0].model_copy(update={"label": label}), *ARMS[1:])
     rows = [*two_arms(), *(row("untrained", 5, seed, 0.6) for seed in range(3))]
@@ -43,7 +43,7 @@ def test_an_arm_may_have_the_name_of_a_column(tmp_path: Path, label: str) -> Non
     for form in ("html", "markdown", "latex", "csv"):
         assert label in write_report([folder], tmp_path / form, form).read_text()
     costs = cost_table(read([folder])).frame
-    assert list(costs.columns) == ["Cost", *(arm.label for arm in arms), "Not an arm"]
+    assert list(costs.columns) == ["Cost", *(arm.label for arm in arms), "References"]
 
 
 def test_the_terminal_shows_names_as_they_are_and_marks_missing_seeds(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_costs_fit_80_columns(tmp_path: Path) -> None:
     found = read([folder])
     assert max(map(len, printed(found, 80).splitlines())) <= 80
     costs = cost_table(found)
-    assert "3 tasks side by side" in costs.title
+    assert "3 tasks in parallel" in costs.title
     cells = {name: values for name, *values in costs.frame.to_numpy().tolist()}
     assert cells["Pretraining labels"] == ["0", "0", "900"]
     assert cells["Settings tried in sweeps"] == ["2", "–", "–"]
@@ -82,8 +82,8 @@ def test_costs_fit_80_columns(tmp_path: Path) -> None:
 def test_the_cost_of_references_has_a_column(tmp_path: Path) -> None:
     rows = [*two_arms(), *(row("untrained", 5, seed, 0.6) for seed in range(3))]
     frame = cost_table(read([write_comparison(tmp_path, rows)])).frame.set_index("Cost")
-    assert frame.loc["Evaluation, images", "Not an arm"] == frame.loc["Total, images", "Not an arm"] == "192"
-    assert frame.loc["Pretraining, images", "Not an arm"] == "–"
+    assert frame.loc["Evaluation, images", "References"] == frame.loc["Total, images", "References"] == "192"
+    assert frame.loc["Pretraining, images", "References"] == "–"
 
 
 def test_sweeps_show_every_setting_and_the_best(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_the_interval_is_described_by_the_units_and_the_confidence_that_were_use
     looks = tuple(Look(seeds=seeds, pretrainings=1, outcomes={}) for seeds in (2, 3))
     levels = sequential.levels([2 / 5, 3 / 5])
     text = described("looks", two_arms(0.2), looks=looks, max_seeds=5)
-    assert text.endswith(f"Intervals of differences have {100 * (1 - levels[-1]):.1f}% confidence, for the looks.")
+    assert text.endswith(f"With these looks, intervals of differences have {100 * (1 - levels[-1]):.1f}% confidence.")
     assert "confidence" not in described("none", two_arms(0.2))
     alone = described("one", two_arms(0.2, budgets=(5,)))
     assert "declares the headline." in alone and "xploratory" not in alone and "Holm" not in alone
@@ -238,7 +238,7 @@ def test_without_a_baseline_there_is_no_headline(folder: Path) -> None:
     assert "yet" not in text
 
 
-def test_the_compute_of_a_headline_leaves_out_other_datasets_and_evaluators(folder: Path) -> None:
+def test_the_compute_of_a_headline_excludes_other_datasets_and_evaluators(folder: Path) -> None:
     rows = [*two_arms(0.2), *(replace(one, data="other", flops=7e9) for one in two_arms(0.2))]
     probes = [replace(one, evaluator="few_shot", flops=5e9) for one in two_arms(0.2) if one.arm == "ssl"]
     text = said(folder, [*rows, *probes])
@@ -306,7 +306,7 @@ def test_between_two_looks_only_the_seeds_of_the_last_one_count(tmp_path: Path) 
         assert all(seeds == {0, 1, 2, 3} for seeds in counted.values()) and len(found.measured.results) == len(rows)
     found = read([write_comparison(tmp_path / "first", two_arms(seeds=4), max_seeds=8, missing=("pretrain-ssl",))])
     assert summarize(found).headlines[0].estimate.confidence == 1 - sequential.levels([0.5])[-1]
-    assert f"{100 * found.confidence:.1f}% confidence, for the looks" in interval(found, summarize(found))
+    assert f"{100 * found.confidence:.1f}% confidence" in interval(found, summarize(found))
 
 
 def test_what_pretraining_saw_and_an_arms_own_settings_are_notes(folder: Path) -> None:
@@ -518,7 +518,7 @@ def test_the_training_of_a_sweeps_winner_is_paid_by_the_sweep_alone(folder: Path
     assert "3 seeds" in text and "used 1e+10 training FLOPs, 2.50 times" in text
 
 
-def test_the_compute_of_a_headline_leaves_out_the_sweeps_of_other_datasets(folder: Path) -> None:
+def test_the_compute_of_a_headline_excludes_the_sweeps_of_other_datasets(folder: Path) -> None:
     rows = [*two_arms(0.2), *(replace(one, data="other") for one in two_arms(0.2))]
     text = said(folder, rows, sweeps={"ssl": SWEEP, "scratch": SWEEP})
     assert f"digits: {COMPUTE} 1.4e+10 training FLOPs, 1.75 times" in text

@@ -42,7 +42,7 @@ def test_activation_checkpointing_is_refused_where_it_would_change_running_stati
 def test_activation_checkpointing_is_refused_where_timm_has_none(digits: Path, tmp_path: Path) -> None:
     keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.lanes=4", "encoder.name=crossvit_9_240"]
     keys += ["encoder.channels=1", "encoder.image_size=240", "training.checkpoint_activations=true"]
-    with pytest.raises(UserError, match="checkpoint_activations: crossvit_9_240 has none in timm"):
+    with pytest.raises(UserError, match="checkpoint_activations: crossvit_9_240 does not support it"):
         api.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
 
 

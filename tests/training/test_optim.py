@@ -60,7 +60,7 @@ def test_the_learning_rate_scales_with_the_batch_where_asked(lr_batch: int | Non
 # --- weight decay ---
 
 
-def test_weight_decay_leaves_out_what_timm_names_for_other_networks() -> None:
+def test_weight_decay_excludes_what_timm_names_for_other_networks() -> None:
     encoder = factory.build(EncoderConfig(name="crossvit_9_240", image_size=240))
     objective = classification.Objective(encoder, classification.Config(head="linear", pooling="mean"), 2)
     names = {id(parameter): name for name, parameter in objective.named_parameters()}

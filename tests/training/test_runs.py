@@ -131,7 +131,7 @@ def test_a_full_disk_names_the_log(train: Train, tmp_path: Path, monkeypatch: py
     ("place", "name", "named"),
     [(checkpoint, "publish_encoder", "run: cannot write the encoder"), (figures, "save_png", "picture")],
 )
-def test_a_full_disk_is_named_and_the_run_can_go_on(
+def test_a_full_disk_is_named_and_the_run_can_resume(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, named: str
 ) -> None:
     def full(*arguments: Any) -> None:

@@ -214,7 +214,7 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{place}: waiting for another process that packs {folder}", file=sys.stderr)
+            print(f"{place}: waiting for another process packing {folder}", file=sys.stderr)
             waiting = True
             fcntl.flock(lock, fcntl.LOCK_SH)
     except OSError as error:
@@ -225,7 +225,7 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not waiting:
-                print(f"{place}: waiting for another process that packs or uses {folder}", file=sys.stderr)
+                print(f"{place}: waiting for another process packing or using {folder}", file=sys.stderr)
             waiting = True
             # Until it is packed. An exclusive lock would also wait for a process that uses it, until that exits.
             fcntl.flock(lock, fcntl.LOCK_SH)

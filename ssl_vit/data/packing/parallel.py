@@ -33,7 +33,7 @@ def run(
 
     work: sent with each job. processes: 1: only this one.
 
-    An exception of a job, Ctrl-C and a killed process end all of them at once. Raises RunError for the last.
+    An exception of a job, Ctrl-C and a killed process end all of them at once. Raises RunError for a killed process.
     """
     if processes == 1:
         for job in jobs:

@@ -59,7 +59,7 @@ def plan_shards(source: Source, options: Options) -> dict[str, list[np.ndarray]]
     if source.count == 0:
         raise UserError(f"{source.name} has no images")
     if options.folds and options.holdout:
-        raise UserError("folds and holdout exclude each other")
+        raise UserError("folds and holdout are mutually exclusive")
     everything = np.arange(source.count)
     parts = {"": everything}
     if options.holdout:

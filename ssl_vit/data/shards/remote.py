@@ -2,8 +2,8 @@
 
 fsspec finds the client of a URL and its settings: `FSSPEC_<PROTOCOL>_<OPTION>`, `~/.config/fsspec/*.json`, and the
 client's own (`AWS_ENDPOINT_URL`, `AWS_PROFILE`, `GOOGLE_APPLICATION_CREDENTIALS`, `HF_TOKEN`, ...).
-A failure that may pass (stalls, cuts, 5xx, short bodies) is retried; one that lasts ends the run and never looks like
-a damaged sample.
+Transient failures (stalls, cuts, 5xx, short bodies) are retried; a lasting one ends the run and never looks like a
+damaged sample.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class _Bound(Callback):
             )
         if seen > self.most:
             raise UserError(
-                f"{self.url}: larger than the {self.most} bytes that it may have; if it is what it should be, name its "
-                "size in info.json or raise data.remote.largest_gb"
+                f"{self.url}: larger than the limit of {self.most} bytes; if this is the right object, list its size "
+                "in info.json or raise data.remote.largest_gb"
             )
 
 
@@ -147,7 +147,7 @@ def retried(url: str, remote: RemoteConfig, act: Callable[..., T], *arguments: A
         ) from error
 
     policy = Retrying(
-        retry=retry_if_exception(_may_pass),
+        retry=retry_if_exception(_is_transient),
         stop=stop_after_attempt(remote.retries + 1),
         wait=wait_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
         retry_error_callback=last,
@@ -169,7 +169,7 @@ def retried(url: str, remote: RemoteConfig, act: Callable[..., T], *arguments: A
         raise
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     error = _root(error)
     if (status := _status(error)) is not None:
         return status >= 500 or status in (408, 425, 429)
@@ -200,7 +200,7 @@ def _status(error: BaseException) -> int | None:
 
 def _reason(error: BaseException | None, remote: RemoteConfig) -> str:
     if isinstance(error, TimeoutError):
-        return f"nothing came for {remote.timeout:g} s"
+        return f"no data for {remote.timeout:g} s"
     text = str(getattr(error, "strerror", None) or getattr(error, "message", None) or error).strip()
     status = _status(error) if error else None
     return (f"HTTP status {status}: " if status else "") + (text.splitlines()[0] if text else type(error).__name__)

@@ -84,7 +84,7 @@ def _transformers(encoder: Encoder, folder: Path, use: Use) -> None:
     except ImportError:
         raise UserError("transformers is not installed: pip install 'ssl-vit[export]'") from None
     if not isinstance(encoder, ViTEncoder):
-        raise UserError(f"transformers' ViT cannot be {encoder.name}, which is no VisionTransformer: use --to timm")
+        raise UserError(f"{encoder.name} is not a VisionTransformer, which transformers' ViT requires: use --to timm")
     tensors, network = factory.state(encoder), encoder.network
     if network.no_embed_class and network.has_class_token:
         positions = tensors["pos_embed"]  # a class token without a position is one with a position of zero
@@ -93,7 +93,7 @@ def _transformers(encoder: Encoder, folder: Path, use: Use) -> None:
     wrong = [f"it needs {key}" for key in _NEEDED if key not in tensors]
     wrong += [f"it has no place for {key}" for key in unknown]
     if wrong:
-        raise UserError(f"transformers' ViT cannot be {encoder.name}: {'; '.join(wrong[:4])}. Use --to timm")
+        raise UserError(f"transformers' ViT cannot represent {encoder.name}: {'; '.join(wrong[:4])}. Use --to timm")
     height, width = encoder.image_size
     rows, columns = network.patch_embed.patch_size
     transformers.ViTConfig(

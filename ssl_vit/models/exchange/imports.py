@@ -119,7 +119,7 @@ def read(weights: str, name: str | None = None, heads: int | None = None) -> Imp
     if not (local or of_timm) and (remote is None or (path.parent != Path() and path.parent.is_dir())):
         raise UserError(f"{weights}: no such file, folder or timm model{close_names(architecture)}")
     if name or heads:
-        raise UserError(f"{weights} has its own sizes{' (config.json)' * local}: remove --name and --heads")
+        raise UserError(f"{weights} defines its architecture{' (config.json)' * local}: remove --name and --heads")
     if local:
         return _folder(path if path.is_dir() else path.parent, weights)
     if of_timm:
@@ -203,7 +203,7 @@ def _transformers(folder: Path, config: dict[str, Any], origin: str) -> Imported
 def _file(path: Path, name: str | None, heads: int | None) -> Imported:
     if path.suffix == ".npz":
         if name or heads:
-            raise UserError(f"{path} has its own sizes: remove --name and --heads")
+            raise UserError(f"{path} defines its architecture: remove --name and --heads")
         return google.read(path)
     if path.suffix not in _CHECKPOINTS:
         raise UserError(f"{path}: weights are read from {', '.join(_CHECKPOINTS)} and .npz files")

@@ -24,7 +24,7 @@ _CHANGED = "save a changed network with timm.models.save_for_hf(..., model_args=
 def from_network(network: nn.Module) -> tuple[Encoder, float]:
     """A copy of a network that `timm.create_model` returned, in evaluation mode, and its `data.evaluation_resize`.
 
-    Image size, mean, std and share of the crop are those of its `pretrained_cfg`.
+    Image size, mean, std and `crop_pct` are those of its `pretrained_cfg`.
     Raises UserError for a network that is not timm's, or that was changed after timm built it.
     """
     kind, cfg = type(network).__name__, getattr(network, "pretrained_cfg", None) or {}
@@ -80,7 +80,7 @@ def with_weights(encoder: Encoder, network: nn.Module) -> Encoder:
             equal = False
         if not equal:
             raise UserError(
-                f"{kind}: {encoder.name} with its weights computes something else: more than its sizes was changed; "
+                f"{kind}: its outputs differ from {encoder.name}'s with the same weights, so it was modified; "
                 f"{_CHANGED}"
             )
     return encoder

@@ -119,7 +119,7 @@ def test_a_source_of_your_own_is_data_too(tmp_path: Path) -> None:
     Path("labels.csv").write_text("file,label\npets/a/0.png,ape\npets/b/0.png,\n")
     with pytest.raises(UserError, match=r"image pets/b/0.png has the label -1"):
         open_shards(place)
-    with pytest.raises(UserError, match=r"listed:labels\.csv has no split 'test' and no other"):
+    with pytest.raises(UserError, match=r"listed:labels\.csv has no splits; omit split=test"):
         open_source(place, split="test")
     with pytest.raises(UserError, match=r"unknown source 'listed'; .*package\.module:PLACE"):
         open_shards("listed:labels.csv")
@@ -353,7 +353,7 @@ def test_a_set_that_another_process_holds_is_waited_for_and_said_so(
     shutil.rmtree(one)
     Timer(0.5, other.close).start()
     assert open_shards("one").samples == 4
-    assert f"waiting for another process that packs or uses {one}" in capsys.readouterr().err
+    assert f"waiting for another process packing or using {one}" in capsys.readouterr().err
 
 
 def test_packing_by_another_process_is_waited_for_and_said_so(
@@ -368,7 +368,7 @@ def test_packing_by_another_process_is_waited_for_and_said_so(
         assert other.stdin and other.stdout and other.stdout.readline()
         Timer(0.5, other.stdin.close).start()
         assert open_shards("one").samples == 4
-    assert f"waiting for another process that packs {one}" in capsys.readouterr().err
+    assert f"waiting for another process packing {one}" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)

@@ -119,7 +119,7 @@ def test_the_test_part_is_the_same_for_every_subset_and_order() -> None:
         ([0, 1] * 50, {"shards": 10, "subset": 4}, "shards=10 is more than its 8 images"),
         ([0, 1, 2], {"holdout": 0.5}, "0.5 of each class leaves train or test empty"),
         (None, {"holdout": 0.5, "count": 1}, "0.5 of the images leaves train or test empty"),
-        ([0, 1] * 9, {"holdout": 0.5, "folds": 2}, "folds and holdout exclude each other"),
+        ([0, 1] * 9, {"holdout": 0.5, "folds": 2}, "folds and holdout are mutually exclusive"),
         (None, {"order": "stratified"}, "needs labels"),
         (None, {"count": 0}, "has no images"),
     ],

@@ -228,7 +228,7 @@ def test_paths_in_a_table_are_relative_to_it(tmp_path: Path) -> None:
         source.read(2)
 
 
-def test_columns_that_hold_no_labels_are_left_out(tmp_path: Path) -> None:
+def test_columns_that_hold_no_labels_are_ignored(tmp_path: Path) -> None:
     rows = {"image": [{"bytes": encoded("PNG"), "path": None}] * 2, "labels": [[0, 1], [2]], "target": [0.5, 0.1]}
     features = datasets.Features({
         "image": datasets.Image(),
@@ -236,11 +236,11 @@ def test_columns_that_hold_no_labels_are_left_out(tmp_path: Path) -> None:
         "target": datasets.Value("float32"),
     })  # fmt: skip
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "several"))
-    with pytest.warns(UserWarning, match="'labels' holds neither integers nor names"):
+    with pytest.warns(UserWarning, match="'labels' holds neither integers nor strings"):
         assert labels(open_source(str(tmp_path / "several"))) is None
     rows = {"image": rows["image"], "Class": [1.0, 0.0]}  # integers, one of them missing, as pandas writes them
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "floats"))
-    with pytest.warns(UserWarning, match="'Class' holds neither integers nor names"):
+    with pytest.warns(UserWarning, match="'Class' holds neither integers nor strings"):
         assert labels(open_source(str(tmp_path / "floats"), image_column=None)) is None
     with pytest.raises(UserError, match="'labels' cannot be a label"):
         open_source(str(tmp_path / "several"), label_column="labels")
@@ -298,9 +298,9 @@ def test_classes_of_a_metadata_file_keep_their_leading_zeros(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["1", "2", "", "2"], r"column 'label' holds neither integers nor names \(it was read as float64"),
-        (["1.5", "2.0"], "column 'label' holds neither integers nor names"),
-        (["None", "null"], "column 'label' holds neither integers nor names"),
+        (["1", "2", "", "2"], r"column 'label' holds neither integers nor strings \(it was read as float64"),
+        (["1.5", "2.0"], "column 'label' holds neither integers nor strings"),
+        (["None", "null"], "column 'label' holds neither integers nor strings"),
         (["oak", "NA"], r"1 of 2 rows have no 'label'.*NA, None and null in a CSV file mean empty"),
         (["100000000000000000000", "1"], "cannot be read as a dataset"),
         ([], "cannot be read as a dataset"),
@@ -318,7 +318,7 @@ def test_the_metadata_file_of_a_split_has_to_have_labels_too(tmp_path: Path) -> 
     for split in ("train", "test"):
         (tmp_path / "set").mkdir(exist_ok=True)
         described(tmp_path / "set" / split, ["1", ""])
-    with pytest.raises(UserError, match="column 'label' holds neither integers nor names"):
+    with pytest.raises(UserError, match="column 'label' holds neither integers nor strings"):
         open_source(str(tmp_path / "set"), split="train")
 
 

@@ -76,7 +76,7 @@ def test_a_resnet_to_timm(tmp_path: Path) -> None:
     ours = build(EncoderConfig(name="test_resnet", image_size=64)).eval()
     export(ours, tmp_path / "timm", "timm", "")
     comes_back(ours, tmp_path / "timm")
-    with pytest.raises(UserError, match="transformers' ViT cannot be test_resnet"):
+    with pytest.raises(UserError, match="test_resnet is not a VisionTransformer"):
         export(ours, tmp_path / "no", "transformers", "")
 
 
@@ -117,7 +117,7 @@ def test_a_class_token_without_a_position_gets_one_of_zero(shaken: Make, tmp_pat
     ],
 )
 def test_what_transformers_cannot_say_is_refused(tmp_path: Path, arguments: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=f"transformers' ViT cannot be vit_tiny_patch16_224.*{why}"):
+    with pytest.raises(UserError, match=f"transformers' ViT cannot represent vit_tiny_patch16_224.*{why}"):
         export(ViTEncoder("vit_tiny_patch16_224", SMALL | arguments, 0.5, 0.5), tmp_path / "hf", "transformers", "")
     assert not list(tmp_path.iterdir())
 

@@ -100,7 +100,7 @@ def find_split(source: str, split: str | None, splits: list[str]) -> str:
     if len(same) == 1:
         return same[0]
     if not splits:
-        how = f"omit it, or in a suite replace source by train: {source}#train and test: {source}#test"
-        raise UserError(f"{source} has no split {split!r} and no other; {how}")
+        how = f"in a suite replace source with train: {source}#train and test: {source}#test"
+        raise UserError(f"{source} has no splits; omit split={split}, or {how}")
     wrong = "has several splits" if split is None else f"has no split {split!r}"
     raise UserError(f"{source} {wrong}; choose split from: {', '.join(splits)}")

@@ -116,7 +116,7 @@ def _load(spec: str, path: Path | None) -> dict[str, datasets.Dataset]:
             loaded = datasets.load_dataset(path.suffix.lower()[1:], data_files=str(path))["train"]
         else:
             how = "name the folder of the images; labels can be in its metadata.csv (columns file_name and label)"
-            raise UserError(f"{spec}: a file to pack is .parquet or .arrow; {how}")
+            raise UserError(f"{spec}: only .parquet and .arrow files can be packed; {how}")
     except ConnectionError:
         raise UserError(f"{spec}: no such file or folder, and the Hugging Face hub cannot be reached") from None
     except datasets.exceptions.DatasetNotFoundError as error:
@@ -155,10 +155,10 @@ def _label_column(spec: str, table: datasets.Dataset, *, described: bool) -> str
         name for name, feature in table.features.items() if name.lower() in _LABELS and _is_name_or_number(feature)
     ]
     if not columns and (unread := [name for name in table.features if name.lower() in _LABELS]):
-        what = f"column {unread[0]!r} holds neither integers nor names"
+        what = f"column {unread[0]!r} holds neither integers nor strings"
         if described:
             found = table.features[unread[0]]
-            kind = f"it was read as {getattr(found, 'dtype', found)}; numbers beside empty cells become fractions"
+            kind = f"it was read as {getattr(found, 'dtype', found)}; integers beside empty cells become floats"
             raise UserError(f"{spec}: {what} ({kind}): give every image a label, or rename the column")
         warnings.warn(f"{spec}: {what}: packed without labels", stacklevel=4)
     if len(columns) > 1 and "label" not in columns:
@@ -190,7 +190,7 @@ def _labels(
         index = {value: number for number, value in enumerate(numbers)}
         labels = np.array([index.get(value, -1) for value in values], dtype=np.int64)
     else:
-        raise UserError(f"{spec}: column {column!r} cannot be a label: it holds {feature}, not integers or names")
+        raise UserError(f"{spec}: column {column!r} cannot be a label: it holds {feature}, not integers or strings")
     missing = np.flatnonzero(labels < 0)
     if len(missing) == len(labels):
         return None, None
