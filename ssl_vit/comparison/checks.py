@@ -36,7 +36,7 @@ from ssl_vit.training import Precision, distributed
 
 # The source that packing writes into info.json: the name, then the options that chose images.
 _PACKED = re.compile(
-    r"(?P<name>.*?)(, split (?P<split>\w+))?(, \d+ images( per class)?)?"
+    r"(?P<name>.*?)(, split (?P<split>[^,]+))?(, \d+ images( per class)?)?"
     r"(, (?P<part>train|test|fold_\d+)( part)? of (?P<options>.+))?(, seed (?P<seed>\d+))?"
 )
 _PRECISION = "precision.json"  # what `auto` of the arms' recipes was replaced by

@@ -174,4 +174,5 @@ def _forward_seconds(recipe: Recipe, shards: ShardSet) -> float:
         return encoder.represent(batch.images, "mean", None)
 
     extract(ImageSet(context, "untrained", "train", images), forward, needs_labels=False)
+    times.append(time.perf_counter())
     return (times[-1] - times[0]) / (batch_size * accelerator.num_processes * (len(times) - 1))

@@ -28,6 +28,7 @@ HALF = "flowers (folder), {} part of holdout 0.5, seed 0"
     ("flowers (folder), fold_1 of 3, seed 0", "flowers (folder), fold_0 of 3, seed 0", False),
     ("flowers/train (folder)", "flowers/test (folder)", False),
     ("digits (scikit-learn)", "digits (scikit-learn), split test", True),
+    ("flowers", "flowers, split train.clean", True),
     ("digits (scikit-learn), split train", "digits (scikit-learn), split test", False),
     (None, None, False),
 ])  # fmt: skip

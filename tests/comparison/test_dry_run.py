@@ -126,3 +126,9 @@ def test_features_are_timed_in_evaluation_batches(mini: Mini, monkeypatch: pytes
     assert len(sizes) % 4 == 0
     assert max(sizes) <= module._TIMED_IMAGES // 4
     assert found.arms["ssl"].features_hours > 0
+
+
+def test_features_of_one_batch_are_timed(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TIMED_IMAGES", 1)
+    found = dry_run_comparison(load_comparison(mini(evaluators={"few_shot": {"labels_per_class": [1]}})))
+    assert found.arms["ssl"].features_hours > 0
