@@ -203,7 +203,9 @@ class Study:
         """Whether the headlines are about an evaluator that trains the encoder."""
         c = self.comparison
         trains = any(plugins.load("evaluators", name).Evaluator.trains_encoder for name in c.evaluators)
-        return trains and (c.baseline is not None or any(arm.kind == "scratch" for arm in c.arms.values()))
+        from ssl_vit.report.sequential import headline_trains_encoder  # scipy takes a while to import
+
+        return headline_trains_encoder(trains, [arm.kind for arm in c.arms.values()], c.baseline)
 
 
 def load_comparison(name: str | Path, overrides: recipe.Overrides = ()) -> Study:

@@ -9,7 +9,7 @@ share their test images are correlated more strongly than that, so their true er
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import norm
 
-from ssl_vit.records import ComparisonRecord
+from ssl_vit.records import ArmKind, ComparisonRecord
 from ssl_vit.report.statistics import Estimate, plan
 from ssl_vit.results import Table
 
@@ -74,11 +74,19 @@ def without_new_seeds(record: ComparisonRecord, table: Table) -> Table:
     return Table([row for row in table.results if row.evaluator not in evaluators or row.seed not in new])
 
 
+def headline_trains_encoder(trains: bool, kinds: Iterable[ArmKind], baseline: str | None) -> bool:
+    """Whether the headlines are about evaluators that train the encoder.
+
+    trains: whether the comparison has such an evaluator. kinds: of its arms. baseline: the key of the recipe.
+    """
+    return trains and (baseline is not None or "scratch" in kinds)
+
+
 def _growing(record: ComparisonRecord) -> tuple[set[str], tuple[int, ...]]:
     """(evaluators, their seeds, which are added to until headlines are decided): those that train the encoder where
     there is training from scratch or a chosen baseline, else those of frozen features."""
     training = {name for name, evaluator in record.evaluators.items() if evaluator.trains_encoder}
-    if training and (record.baseline or any(arm.kind == "scratch" for arm in record.arms)):
+    if headline_trains_encoder(bool(training), [arm.kind for arm in record.arms], record.baseline):
         return training, record.seeds
     return {*record.evaluators} - training, record.frozen_seeds
 
