@@ -36,7 +36,7 @@ from ssl_vit.records import EvaluationRecord, RunSummary
 from ssl_vit.results import Evaluation, Result, Table, save
 from ssl_vit.runs import SUMMARY, check_holdout, open_run
 from ssl_vit.training import checkpoint, distributed, loop
-from ssl_vit.training.callbacks import Dropped, Probe
+from ssl_vit.training.callbacks import Dropped
 from ssl_vit.training.distributed import make_accelerator, others_watched, shared_errors
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.logging import check_trackers
@@ -125,7 +125,7 @@ def _job(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) -> t
     return shards, job
 
 
-def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
+def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[OnlineProbe]:
     if settings.probe is None:
         return []
     if job.accelerator.is_fsdp2:
@@ -133,10 +133,9 @@ def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[Probe]:
     if settings.probe.patience and recipe.needs_labels(settings) and not settings.probe.data:
         raise UserError("probe.patience: the run trains on the labels that the probe is scored on; set probe.data")
     labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
-    probe = OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator)  # type: ignore[arg-type]
-    probe.context.skipped += dropped_from([labeled], settings.data) if settings.probe.data else []
-    probe.context.skipped += invalid_labels(labeled, settings.data)
-    return [Probe(settings.probe, probe, probe.skipped)]
+    unused = dropped_from([labeled], settings.data) if settings.probe.data else []
+    unused += invalid_labels(labeled, settings.data)
+    return [OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator, unused)]
 
 
 def make_context(
@@ -248,7 +247,7 @@ def evaluate(
         save(path, rows, **about.model_dump(mode="json"))
         parts.remove()
         if settings and "tensorboard" in settings.training.trackers:
-            _log(path.parent, name, [row for row in rows if row.primary], checkpoint.newest_of(run))
+            _log(path.parent, name, metric, [row for row in rows if row.primary], checkpoint.newest_of(run))
     return Evaluation(path, rows, about)
 
 
@@ -265,12 +264,12 @@ def _results_name(about: EvaluationRecord) -> str:
     return f"{about.evaluator.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
 
 
-def _log(folder: Path, name: str, rows: Sequence[Result], saved: Path | None) -> None:
-    """Mean accuracies over seeds as TensorBoard scalars `EVALUATOR/ARM/BUDGET`, at the step of the weights."""
+def _log(folder: Path, name: str, metric: Metric, rows: Sequence[Result], saved: Path | None) -> None:
+    """Means of the metric over seeds as TensorBoard scalars `EVALUATOR/ARM/BUDGET`, at the step of the weights."""
     from torch.utils.tensorboard import SummaryWriter  # every command would wait for it
 
     step = checkpoint.step_of(saved) if saved else 0
     frame = Table(list(rows)).frame
     with SummaryWriter(str(folder)) as writer:
         for (arm, budget), group in frame.groupby(["arm", frame["labels_per_class"].astype(str)], sort=False):
-            writer.add_scalar(f"{name}/{arm}/{budget.replace('%', ' percent')}", group["accuracy"].mean(), step)
+            writer.add_scalar(f"{name}/{arm}/{budget.replace('%', ' percent')}", group[metric].mean(), step)

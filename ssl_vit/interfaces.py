@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -207,26 +207,3 @@ class StepOutput:
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-class Objective(Protocol):
-    """A torch module: encoder + head + loss. Built by its module's `Objective(encoder, config, classes)`."""
-
-    encoder: Any
-
-    def noise_per_sample(self) -> int:
-        """How many uniform numbers `Batch.noise` must hold for each sample."""
-        ...
-
-    def __call__(self, batch: Batch) -> StepOutput: ...
-
-    # Optional:
-    # `needs_labels`: an attribute of the class, True where samples without a label are of no use.
-    # `config.classes`: how many classes there are, where the shards do not name them.
-    # `config.pooling`: the pooling that timm's model of its encoder has (`ssl_vit.models.Pooling`).
-    # `least_views`: how many views of each image (`data.views`) it needs.
-    # `whole_batch`: True where the loss is not a mean over images, so that micro-batches would change it.
-    # `reconstruct(batch, images) -> (given, predicted, truth)`: patches, uint8 (B, N, C, P, P), that `ssl-vit inspect`
-    # and `training.picture_every` draw beside the images, uint8 (B, C, H, W), which are flipped and jittered already.
-    # `summarize(means) -> logged`: from each metric's means over the global batches of S consecutive steps,
-    # float64 (S,) or (S, M) on the CPU, to the scalars to log, (S,). Every process calls it once for every step.

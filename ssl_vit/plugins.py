@@ -127,6 +127,8 @@ def _check(module: Any, attribute: str, member: str, what: str) -> Any:
         raise UserError(f"{what}: neither the class nor its module defines a Config")
     if member == "Objective" and not (isinstance(config, type) and issubclass(config, ObjectiveConfig)):
         raise UserError(f"{what}: its Config is not a subclass of ssl_vit.interfaces.ObjectiveConfig")
+    if member == "Objective" and not hasattr(defined, "needs_labels"):
+        raise UserError(f"{what}: derive it from ssl_vit.models.objective.Objective")
     if member == "Evaluator" and "seeds" not in getattr(config, "model_fields", {}):
         raise UserError(f"{what}: its Config has no seeds; derive it from ssl_vit.evaluators.base.LabeledConfig")
     if member == "Evaluator" and not hasattr(defined, "title"):

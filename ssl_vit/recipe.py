@@ -237,7 +237,7 @@ def training_places(settings: Recipe) -> list[str]:
 
 def needs_labels(settings: Recipe) -> bool:
     """Whether a recipe's objective is trained with labels."""
-    return bool(getattr(plugins.load("objectives", settings.objective.name).Objective, "needs_labels", False))
+    return bool(plugins.load("objectives", settings.objective.name).Objective.needs_labels)
 
 
 def save(config: Config, path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from torch import nn
 
 from ssl_vit import plugins, recipe
 from ssl_vit.data.augment import color_augment
@@ -25,6 +24,7 @@ from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.stream import train_source, training_samples
 from ssl_vit.interfaces import Batch, UserError
 from ssl_vit.models import EncoderConfig, factory
+from ssl_vit.models.objective import Objective
 from ssl_vit.recipe import Recipe
 from ssl_vit.training import memory
 from ssl_vit.training.callbacks import Checkpointing, Logging, NanGuard, Pictures, StopOnSignal
@@ -73,14 +73,14 @@ def build(
     for name in unused_parameters(objective, settings.data.views):
         objective.get_parameter(name).requires_grad_(False)  # DDP would wait for its gradient
     parameter_groups(objective, settings.optim.weight_decay, settings.optim.layer_decay)  # rejects what it cannot group
-    needs_labels = getattr(objective, "needs_labels", False)
+    needs_labels = objective.needs_labels
     if needs_labels and shards.conflict:
         raise UserError(shards.conflict)
     preprocess = Preprocess(
         train_transform(encoder.image_size, settings.data.augment),
         encoder.channels,
         count,
-        noise=(noise := objective.noise_per_sample()),  # type: ignore[operator]
+        noise=(noise := objective.noise_per_sample()),
         flip=settings.data.augment.flip,
         color=color_augment(settings.data.augment),
         views=settings.data.views,
@@ -134,21 +134,21 @@ def build_encoder(config: EncoderConfig, init_from: str | None) -> factory.Encod
     return encoder
 
 
-def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | None) -> nn.Module:
+def build_objective(settings: Recipe, encoder: factory.Encoder, classes: int | None) -> Objective:
     """Build the recipe's objective around an encoder. classes: number of classes that the shards name.
 
     Raises UserError where it does not fit the recipe's views or micro-batches.
     """
     name, training = settings.objective.name, settings.training
-    objective: nn.Module = plugins.load("objectives", name).Objective(encoder, settings.objective, classes)
+    objective: Objective = plugins.load("objectives", name).Objective(encoder, settings.objective, classes)
     check_names(objective, f"objective {name}")
-    if getattr(objective, "needs_labels", False) is not getattr(type(objective), "needs_labels", False):
+    if objective.needs_labels is not type(objective).needs_labels:
         raise UserError(f"objective {name}: needs_labels must be an attribute of the class")
     if settings.data.views > 1 and getattr(objective, "mix", None):
         raise UserError("objective.mixup and cutmix would mix views of the same image; set data.views=1")
-    if settings.data.views < (least := getattr(objective, "least_views", 1)):
-        raise UserError(f"data.views={settings.data.views}: {name} needs at least {least} views of each image")
-    if getattr(objective, "whole_batch", False) and (training.accumulate > 1 or training.auto_batch):
+    if settings.data.views < objective.least_views:
+        raise UserError(f"data.views={settings.data.views}: {name} needs at least {objective.least_views}")
+    if objective.whole_batch and (training.accumulate > 1 or training.auto_batch):
         key = "auto_batch" if training.auto_batch else "accumulate"
         raise UserError(
             f"training.{key}: micro-batches would change the loss of {name}, which compares the images of a batch; "
@@ -204,10 +204,10 @@ def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> No
         raise UserError(f"training.checkpoint_activations: {encoder.name} does not support it; remove it") from None
 
 
-def _draw_into(run: Path) -> Callable[[nn.Module, Batch, int], np.ndarray]:
+def _draw_into(run: Path) -> Callable[[Objective, Batch, int], np.ndarray]:
     from ssl_vit.analysis import figures, reconstruction  # only runs with pictures import matplotlib
 
-    def draw(objective: nn.Module, batch: Batch, step: int) -> np.ndarray:
+    def draw(objective: Objective, batch: Batch, step: int) -> np.ndarray:
         path = run / "pictures" / f"reconstruction_step_{step:08d}.png"
         return figures.save_png(reconstruction.sheet(reconstruction.reconstructions(objective, batch)), path)
 

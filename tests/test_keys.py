@@ -26,10 +26,11 @@ class Evaluator:
 '''
 OBJECTIVE = '''
 from ssl_vit.interfaces import ObjectiveConfig
+from ssl_vit.objectives import masked_patch
 class Config(ObjectiveConfig):
     """angles: how many."""
     angles: int = 4
-class Objective: ...
+class Objective(masked_patch.Objective): ...
 '''
 PAGE = Path(__file__).parent.parent / "recipes" / "KEYS.md"
 

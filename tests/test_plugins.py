@@ -23,7 +23,7 @@ def test_a_plugin_without_a_configuration_is_named(tmp_path: Path, monkeypatch: 
         with pytest.raises(UserError, match="defines a Config"):
             load_recipe("digits_ssl", [f"objective.name={name}"])
     (tmp_path / "another_one.py").write_text("class Config: ...\nclass Objective: ...\n")
-    with pytest.raises(UserError, match=r"no subclass of .*ObjectiveConfig"):
+    with pytest.raises(UserError, match=r"not a subclass of .*ObjectiveConfig"):
         load_recipe("digits_ssl", ["objective.name=another_one:Objective"])
 
 
@@ -61,6 +61,22 @@ def test_what_an_evaluator_lacks_is_named(
         plugins.load("evaluators", "a_lacking_one:Evaluator")
 
 
+@pytest.mark.parametrize(
+    ("base", "words"), [("", r"derive it from .*Objective"), ("(Base)", "its Objective lacks forward")]
+)
+def test_what_an_objective_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, words: str
+) -> None:
+    (tmp_path / "a_lacking_objective.py").write_text(
+        "from ssl_vit.interfaces import ObjectiveConfig as Config\n"
+        f"from ssl_vit.models.objective import Objective as Base\nclass Objective{base}: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_lacking_objective", raising=False)
+    with pytest.raises(UserError, match=words):
+        plugins.load("objectives", "a_lacking_objective:Objective")
+
+
 def test_a_changed_plugin_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "a_changing_one.py"
@@ -76,7 +92,8 @@ def test_a_changed_plugin_is_another_one(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_objective_that_allows_any_key_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "an_open_one.py").write_text(
         "from pydantic import ConfigDict\nfrom ssl_vit.interfaces import ObjectiveConfig\n"
-        "class Config(ObjectiveConfig):\n    model_config = ConfigDict(extra='allow')\nclass Objective: ...\n"
+        "from ssl_vit.objectives import masked_patch\nclass Objective(masked_patch.Objective): ...\n"
+        "class Config(ObjectiveConfig):\n    model_config = ConfigDict(extra='allow')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     keys = ["objective.name=an_open_one:Objective", "objective.anything=3"]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import nn
 
 from ssl_vit import plugins
 from ssl_vit.analysis import attention, components, figures, reconstruction
@@ -23,6 +22,7 @@ from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text
 from ssl_vit.interfaces import Batch, RunError, Size, UnknownObjective, UserError, without_credentials
 from ssl_vit.models import factory
+from ssl_vit.models.objective import Objective
 from ssl_vit.recipe import run_recipe
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import checkpoint
@@ -107,12 +107,12 @@ def _first_images(
     shards: ShardSet,
     preparation: DataConfig,
     count: int,
-    head: nn.Module | None,
+    head: Objective | None,
     device: torch.device,
 ) -> tuple[Batch, list[SkippedSample]]:
     """The first `count` readable images of the shards, prepared as for evaluation, and those that could not be read."""
     last = min(_TRIES * count, shards.samples)
-    noise: int = head.noise_per_sample() if head else 0  # type: ignore[operator]
+    noise = head.noise_per_sample() if head else 0
     stream = EvaluationStream(shards, preparation, model.image_size, model.channels, noise=noise)
     good, skipped = [], list[SkippedSample]()
     for sample in stream.samples(np.arange(last)):
@@ -132,7 +132,7 @@ def _first_images(
 def _draw(
     model: factory.ViTEncoder,
     batch: Batch,
-    head: nn.Module | None,
+    head: Objective | None,
     numbers: dict[str, Any],
     classes: Sequence[str],
 ) -> dict[str, Figure]:

@@ -21,7 +21,7 @@ HEADINGS = ("input", "corrupted", "predicted", "target")
 def reconstructions(objective: Any, batch: Batch, images: int = 6) -> np.ndarray:
     """uint8 (rows, 4, H, W, C): for the batch's first images the four pictures of `HEADINGS`.
 
-    objective: one with `reconstruct` (see `interfaces.Objective`); it is in evaluation mode afterwards.
+    objective: one with `reconstruct` (see `models.objective`); it is in evaluation mode afterwards.
     """
     few = replace(batch.rows(slice(images)), lane_size=0, views=1)
     objective.eval()

@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput, UserError
 from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.objective import Objective as BaseObjective
 
 
 class Config(ObjectiveConfig):
@@ -36,7 +37,7 @@ class Config(ObjectiveConfig):
     cutmix: float = Field(0.0, ge=0)
 
 
-class Objective(nn.Module):
+class Objective(BaseObjective):
     """The encoder and a classification head; cross-entropy."""
 
     needs_labels = True

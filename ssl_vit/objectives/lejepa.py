@@ -14,6 +14,7 @@ from ssl_vit.data.augment import device_images
 from ssl_vit.data.samples import sample_seed
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput
 from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.objective import Objective as BaseObjective
 
 
 class Config(ObjectiveConfig):
@@ -113,7 +114,7 @@ def participation_ratio(vectors_BD: torch.Tensor) -> torch.Tensor:
     return covariance_DD.trace().square() / covariance_DD.square().sum().clamp(min=1e-20)
 
 
-class Objective(nn.Module):
+class Objective(BaseObjective):
     """The encoder and a projector (MLP with batch norm). No teacher, no stop-gradient, no schedule."""
 
     least_views = 2

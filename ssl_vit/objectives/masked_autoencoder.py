@@ -18,6 +18,8 @@ from ssl_vit.models import Pooling
 from ssl_vit.models.blocks import make_last, run_all, run_last, take
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
+from ssl_vit.models.objective import Objective as BaseObjective
+from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.objectives.patches import MASK_GRAY, constant_l2, moments, patch_pixels, replaced
 
 _EPS = 1e-6  # of the layer norms and of the targets' variance, as in MAE's code
@@ -45,12 +47,14 @@ class Config(ObjectiveConfig):
     decoder_heads: int | None = Field(None, ge=1, le=1024)
 
 
-class Objective(nn.Module):
+class Objective(BaseObjective):
     """The encoder on the visible patches and its prefix tokens, and a decoder on all.
 
     The loss is the mean squared error on the masked patches. Their pixels, as the encoder's input has them, are shifted
     and scaled to mean 0 and variance 1 per patch.
     """
+
+    encoder: ViTEncoder
 
     def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         """Raises UserError for an encoder that is not a plain ViT of 2 patches or more, and for a decoder of sizes that

@@ -16,6 +16,8 @@ from ssl_vit.models import Pooling
 from ssl_vit.models.blocks import flat_rows, take
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.factory import require_patches
+from ssl_vit.models.objective import Objective as BaseObjective
+from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.objectives.patches import (
     DOWNSIZED,
     MASK_GRAY,
@@ -154,8 +156,10 @@ def noise_needed(patches: int, count: int) -> int:
     return patches + 2 * count
 
 
-class Objective(nn.Module):
+class Objective(BaseObjective):
     """The encoder, the mask token and a linear head on the corrupted patches' outputs."""
+
+    encoder: ViTEncoder
 
     def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()

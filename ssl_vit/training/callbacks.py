@@ -10,15 +10,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ssl_vit.interfaces import Batch, Diverged
+from ssl_vit.models.objective import Objective
 from ssl_vit.records import SkippedSample
-from ssl_vit.training import ProbeConfig, checkpoint, distributed
+from ssl_vit.training import checkpoint, distributed
 from ssl_vit.training.distributed import shared_errors
 from ssl_vit.training.logging import Window
 from ssl_vit.training.loop import Callback, Trainer
@@ -90,8 +89,7 @@ class Logging(Callback):
         elapsed, steps = time.perf_counter() - window.start, progress.step - window.first
         progress.seconds += elapsed
         trainer.log_skips()
-        if hasattr(trainer.objective, "summarize"):
-            means = trainer.objective.summarize(means)  # type: ignore[operator]
+        means = trainer.objective.summarize(means)
         # Without single values that are not finite, such as a gradient that overflowed the loss scale.
         finite = {name: column[column.isfinite()] for name, column in means.items()}
         values = {
@@ -157,7 +155,7 @@ class Pictures(Callback):
     draw: from the unwrapped objective, the batch and the step to a picture, uint8 (H, W, 3).
     """
 
-    def __init__(self, draw: Callable[[nn.Module, Batch, int], np.ndarray]) -> None:
+    def __init__(self, draw: Callable[[Objective, Batch, int], np.ndarray]) -> None:
         self.draw = draw
 
     def after_step(self, trainer: Trainer) -> None:
@@ -170,56 +168,3 @@ class Pictures(Callback):
                     picture = self.draw(trainer.objective, trainer.batch, step)
                 trainer.log.reconstruction(picture, step)
                 trainer.model.train()
-
-
-class Probe(Callback):
-    """Measures the representation now and then, and ends training where it no longer improves.
-
-    measure: from the unwrapped objective to a number, higher is better; may leave it in evaluation mode.
-    skipped: the samples that could not be used for it, each once and on the main process alone.
-    """
-
-    name = "probe"
-
-    def __init__(
-        self, config: ProbeConfig, measure: Callable[[nn.Module], float], skipped: Callable[[], list[SkippedSample]]
-    ) -> None:
-        self.config, self.measure, self.skipped = config, measure, skipped
-        self.step, self.best, self.since_best = 0, 0.0, 0
-
-    def start(self, trainer: Trainer) -> None:
-        self.after_step(trainer)  # where the session before ended between its checkpoint and its probe
-
-    def ends_window(self, trainer: Trainer) -> bool:
-        step = trainer.progress.step
-        return step > self.step and (step % self.config.every == 0 or step == trainer.job.total_steps)
-
-    def after_step(self, trainer: Trainer) -> None:
-        if self.ends_window(trainer):
-            self._measure(trainer)
-        if self.config.patience and self.since_best >= self.config.patience:
-            trainer.log.say(f"no improvement in {self.config.patience} probes (probe.patience): training ends early")
-            trainer.finished = True
-
-    def _measure(self, trainer: Trainer) -> None:
-        step = trainer.progress.step
-        trainer.share_buffers()
-        with trainer.interruptible(), trainer.published():  # in this order: the weights that train are saved
-            value = distributed.gather(self.measure(trainer.objective))[0]  # processors may differ in the last bit
-        trainer.model.train()
-        trainer.progress.seconds += time.perf_counter() - trainer.window.start  # since the last log line
-        self.since_best = 0 if value > self.best else self.since_best + 1
-        self.step, self.best = step, max(value, self.best)
-        trainer.log.values(step, {"probe_accuracy": value, "probe_best": self.best})
-        trainer.log.say(f"step {step}: few-shot probe {value:.1%} (best {self.best:.1%})")
-        if self.config.patience and self.since_best >= self.config.patience:
-            trainer.log.event(step, {"event": "early_stop", "probe_best": self.best})
-        trainer.skips += self.skipped()
-        trainer.log_skips()
-        trainer.window = Window(trainer.progress.step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "best": self.best, "since_best": self.since_best}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]

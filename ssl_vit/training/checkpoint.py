@@ -38,7 +38,6 @@ from ssl_vit.training.state import (
     TRAINING,
     State,
     Tensors,
-    encoder_of,
     part,
     placed,
     set_random_state,
@@ -149,7 +148,7 @@ def _write(folder: Path, state: State, files: dict[str, Tensors], resize: float)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     pooling = getattr(getattr(state.objective, "config", None), "pooling", None)
-    factory.write_config(encoder_of(state.objective), folder / factory.CONFIG, resize=resize, pooling=pooling)
+    factory.write_config(state.objective.encoder, folder / factory.CONFIG, resize=resize, pooling=pooling)
     for name, tensors in files.items():
         save_file(tensors, folder / name)
     (folder / _STATE).write_text(
@@ -173,7 +172,7 @@ def load(folder: Path, state: State) -> None:
 
     Raises UserError when a file is damaged or belongs to another recipe, RunError when it cannot be read.
     """
-    encoder = encoder_of(state.objective)
+    encoder = state.objective.encoder
     try:
         content = json.loads((folder / _STATE).read_text())
         for name, component in state.parts.items():

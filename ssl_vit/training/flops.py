@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssl_vit.interfaces import Batch, UserError, first_line
+from ssl_vit.models.objective import Objective
 from ssl_vit.training.logging import metric_shapes
 
 _IMAGES = 2  # one image alone would be refused by a batch norm
 
 
-def training_flops(objective: nn.Module, views: int = 1) -> float:
+def training_flops(objective: Objective, views: int = 1) -> float:
     """Floating-point operations (a multiply and an add are two) of the forward and backward pass, for one image.
 
     views: views of each image (`data.views`).
@@ -26,7 +26,7 @@ def training_flops(objective: nn.Module, views: int = 1) -> float:
     return _passed(objective, views)[0]
 
 
-def unused_parameters(objective: nn.Module, views: int = 1) -> list[str]:
+def unused_parameters(objective: Objective, views: int = 1) -> list[str]:
     """Names of the parameters that require a gradient and get none, such as the head of a CNN whose patches are read.
 
     views: views of each image (`data.views`).
@@ -37,30 +37,30 @@ def unused_parameters(objective: nn.Module, views: int = 1) -> list[str]:
 _known: dict[tuple[type, str], tuple[float, list[str]]] = {}  # by class: a notebook may define it again
 
 
-def _passed(objective: nn.Module, views: int) -> tuple[float, list[str]]:
+def _passed(objective: Objective, views: int) -> tuple[float, list[str]]:
     config = getattr(objective, "config", None)
     if config is None:  # nothing says what the objective does with its modules
         return _pass(objective, views)
     parameters = [(name, p.shape, p.requires_grad) for name, p in objective.named_parameters()]
-    key = type(objective), f"{objective} {config} {objective.encoder.image_size} {views} {parameters}"  # type: ignore[union-attr]
+    key = type(objective), f"{objective} {config} {objective.encoder.image_size} {views} {parameters}"
     if key not in _known:
         _known[key] = _pass(objective, views)
     return _known[key]
 
 
-def _pass(objective: nn.Module, views: int) -> tuple[float, list[str]]:
+def _pass(objective: Objective, views: int) -> tuple[float, list[str]]:
     replica = copy.deepcopy(objective).to("meta").train()
-    if hasattr(replica.encoder.network, "set_grad_checkpointing"):  # type: ignore[union-attr]
-        replica.encoder.network.set_grad_checkpointing(False)  # type: ignore[union-attr, operator]  # what is computed twice counts once
-    height, width = replica.encoder.image_size  # type: ignore[union-attr, misc]
+    if hasattr(replica.encoder.network, "set_grad_checkpointing"):
+        replica.encoder.network.set_grad_checkpointing(False)  # what is computed twice counts once
+    height, width = replica.encoder.image_size
 
     def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(_IMAGES * views, *shape, dtype=dtype, device="meta")
 
     batch = Batch(
-        images=blank(replica.encoder.channels, height, width, dtype=torch.uint8),  # type: ignore[union-attr, arg-type]
+        images=blank(replica.encoder.channels, height, width, dtype=torch.uint8),
         labels=blank(dtype=torch.int64),
-        noise=blank(replica.noise_per_sample(), dtype=torch.float32),  # type: ignore[operator]
+        noise=blank(replica.noise_per_sample(), dtype=torch.float32),
         flip=blank(dtype=torch.bool),
         indices=blank(dtype=torch.int64),
         valid=blank(dtype=torch.bool),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ssl_vit.data.order import LanePosition
 from ssl_vit.data.samples import Chunk
 from ssl_vit.interfaces import Batch, RunError, StepOutput, Stopped, UserError
+from ssl_vit.models.objective import Objective
 from ssl_vit.records import SkippedSample
 from ssl_vit.training import OptimConfig, TrainingConfig, checkpoint, distributed, memory
 from ssl_vit.training.distributed import Engine
@@ -72,7 +72,7 @@ class Job:
     recipe: flat, for the trackers that store one.
     """
 
-    objective: nn.Module
+    objective: Objective
     batches: Batches
     lanes: int
     total_steps: int
@@ -139,7 +139,7 @@ class Trainer:
         if training.compile:
             job.objective.compile(dynamic=False)
         self.model, prepared = job.accelerator.prepare(job.objective, optimizer)
-        self.objective: nn.Module = job.accelerator.unwrap_model(self.model)
+        self.objective: Objective = job.accelerator.unwrap_model(self.model)
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
         start_momentum(self.optimizer)
         # Also for a sharded model: torch's ShardedGradScaler is for FSDP1.
@@ -219,7 +219,7 @@ class Trainer:
                 self.scaler.scale(outputs[-1].loss / len(parts)).backward()
         self.scaler.unscale_(self.optimizer)
         # Without a limit too: a gradient that is not finite must be seen before its step is kept.
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), job.optim.clip_norm or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), job.optim.clip_norm or torch.inf)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -234,15 +234,15 @@ class Trainer:
 
     def _advance(self, chunk: Chunk, signal: int) -> None:
         """Record the step that was just taken."""
-        progress, training = self.progress, self.job.training
+        progress = self.progress
         progress.step += 1
         for lane, position in chunk.positions.items():
             progress.lanes[lane] = position
         self.skips += chunk.skipped
         self.window.add(progress.step, self.result)
         self.signal, self.last = signal, bool(signal) or progress.step == self.job.total_steps
-        due = self.last or progress.step % training.log_every == 0
-        self.window_ends = due or any(callback.ends_window(self) for callback in self.job.callbacks)
+        self.window_ends = self.last or progress.step % self.job.training.log_every == 0
+        self.window_ends |= any(callback.ends_window(self) for callback in self.job.callbacks)
         self.log.advance(progress.step)
 
     def _after_step(self) -> None:

@@ -11,6 +11,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
 from ssl_vit.interfaces import Batch, RunError, UserError, first_line
+from ssl_vit.models.objective import Objective
 from ssl_vit.training import OptimConfig, TrainingConfig, distributed
 from ssl_vit.training.distributed import Engine
 from ssl_vit.training.state import random_state, set_random_state
@@ -27,7 +28,7 @@ _RESERVE = 0.05  # share of a GPU's memory kept free: later steps fragment it
 
 
 def find_accumulation(
-    objective: nn.Module,
+    objective: Objective,
     batch: Batch,
     accelerator: Engine,
     training: TrainingConfig,
@@ -55,7 +56,7 @@ def find_accumulation(
     for count in counts:
         part = batch.split(count)[0]
         check_batch_norm(objective, len(part.images))
-        if getattr(objective, "whole_batch", False) and distributed.several():
+        if objective.whole_batch and distributed.several():
             return count
         with undisturbed(objective, accelerator):
             # From the second micro-batch on, the gradients of those before it are held, too.
@@ -64,7 +65,7 @@ def find_accumulation(
         if not distributed.largest(full):
             return count
         clear_device_cache(garbage_collection=True)
-    splits = not (training.auto_batch or count == lanes or getattr(objective, "whole_batch", False))
+    splits = not (training.auto_batch or count == lanes or objective.whole_batch)
     smaller = "training.auto_batch=true" if splits else "a lower training.batch_size"
     error = UserError(
         f"the memory does not hold a micro-batch of {len(part.images)} images; set {smaller} or "
@@ -87,7 +88,7 @@ def out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
         raise RunError(f"{where} has too little memory ({first}); {advice()}") from None
 
 
-def _fits(objective: nn.Module, part: Batch, accelerator: Engine, copies: int, reserve: float) -> bool:
+def _fits(objective: Objective, part: Batch, accelerator: Engine, copies: int, reserve: float) -> bool:
     device = accelerator.device
     try:
         held = [torch.zeros_like(p) for p in objective.parameters() if p.requires_grad for _ in range(copies)]
@@ -111,7 +112,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def undisturbed(objective: nn.Module, accelerator: Engine) -> Iterator[None]:
+def undisturbed(objective: Objective, accelerator: Engine) -> Iterator[None]:
     """At its end, gradients are removed, and random state and buffers are what they were at its start."""
     random, buffers = random_state(accelerator.device), [buffer.clone() for buffer in objective.buffers()]
     yield
@@ -121,12 +122,12 @@ def undisturbed(objective: nn.Module, accelerator: Engine) -> Iterator[None]:
         buffer.copy_(kept)
 
 
-def has_batch_norm(objective: nn.Module) -> bool:
+def has_batch_norm(module: nn.Module) -> bool:
     """Whether a layer needs the statistics of several images."""
-    return any(isinstance(module, _BATCH_NORMS) for module in objective.modules())
+    return any(isinstance(layer, _BATCH_NORMS) for layer in module.modules())
 
 
-def check_batch_norm(objective: nn.Module, images: int) -> None:
+def check_batch_norm(objective: Objective, images: int) -> None:
     """Raises UserError where batch norm would see a micro-batch of one image, whose variance it cannot compute."""
     if images < 2 and has_batch_norm(objective):
         raise UserError(

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ssl_vit.data.order import LanePosition
 from ssl_vit.files import WEIGHTS
 from ssl_vit.interfaces import UserError, is_main_process
-from ssl_vit.models import factory
 from ssl_vit.models.encoder import shares_parameters
+from ssl_vit.models.objective import Objective
 from ssl_vit.models.position import timm_format
 from ssl_vit.training import distributed
 from ssl_vit.training.optim import WeightAverage
@@ -60,7 +60,7 @@ class State:
     parts: the components whose state is a few numbers, by name.
     """
 
-    objective: nn.Module
+    objective: Objective
     optimizer: torch.optim.Optimizer
     device: torch.device
     average: WeightAverage | None = None
@@ -83,7 +83,7 @@ class State:
         }
         random = enumerate(distributed.gather(random_state(self.device)))
         return {
-            WEIGHTS: timm_format(encoder_of(self.objective).network, part(published, NETWORK)),
+            WEIGHTS: timm_format(self.objective.encoder.network, part(published, NETWORK)),
             OBJECTIVE: {name: tensor for name, tensor in published.items() if not name.startswith(ENCODER)},
             **({TRAINING: whole(trained)} if self.average else {}),
             OPTIMIZER: whole(optimizer),
@@ -98,11 +98,6 @@ def check_names(objective: nn.Module, what: str) -> None:
     added = (name for name in objective.state_dict() if name.startswith(ENCODER) and not name.startswith(NETWORK))
     if name := next(added, None):
         raise UserError(f"{what}: checkpoints would not store {name}; keep modules apart from the encoder")
-
-
-def encoder_of(objective: nn.Module) -> factory.Encoder:
-    assert isinstance(objective.encoder, factory.Encoder)
-    return objective.encoder
 
 
 def part(tensors: Tensors, prefix: str) -> Tensors:

@@ -193,10 +193,14 @@ def test_a_wrong_evaluator_comes_before_missing_data_and_a_comparison_names_its_
     assert code == 2 and f"is a comparison; name the run of one of its arms: {tmp_path}/ssl" in error
 
 
-def test_results_are_logged_to_tensorboard_at_the_step_of_the_weights(trained: Path, evaluate: Call) -> None:
-    code, shown, _ = evaluate("knn", "--data", trained, "labels_per_class=[2]", "ks=[1]", "--json")
+@pytest.mark.parametrize(("metric", "budget"), [("accuracy", 2), ("mean_per_class", 3)])
+def test_results_are_logged_to_tensorboard_at_the_step_of_the_weights(
+    trained: Path, evaluate: Call, metric: str, budget: int
+) -> None:
+    how = "--data", trained, "--metric", metric, f"labels_per_class=[{budget}]", "ks=[1]", "--json"
+    code, shown, _ = evaluate("knn", *how)
     assert code == 0
     (row,) = [row for row in json.loads(shown)["rows"] if row["arm"] == "trained"]
     events = EventAccumulator(str(trained / "run" / "results")).Reload()
-    (event,) = events.Scalars("knn/trained/2")
-    assert event.step == 2 and event.value == pytest.approx(row["accuracy"])
+    (event,) = events.Scalars(f"knn/trained/{budget}")
+    assert event.step == 2 and event.value == pytest.approx(row[metric])

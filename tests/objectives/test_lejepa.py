@@ -173,7 +173,7 @@ def test_bf16_leaves_the_loss_in_float32(objective: Objective, make_batch: Any) 
 @pytest.mark.parametrize(
     ("key", "facts"),
     [
-        ("data.views=1", r"data\.views=1: lejepa needs at least 2 views"),
+        ("data.views=1", r"data\.views=1: lejepa needs at least 2"),
         ("training.accumulate=2", r"training\.accumulate.*lejepa"),
         ("training.auto_batch=true", r"training\.auto_batch.*lejepa"),
         ("objective.pooling=patches", r"objective\.pooling"),

@@ -138,7 +138,8 @@ def test_the_advice_is_one_that_the_objective_allows(
     batch: Any = SimpleNamespace(images=range(8), lane_size=1)
     batch.split = lambda count: [SimpleNamespace(images=range(8 // count))]
 
-    def advice(objective: Any, *keys: str) -> str:
+    def advice(objective: Any, *keys: str, whole_batch: bool = False) -> str:
+        objective.whole_batch = whole_batch
         given = settings(tmp_path, *keys)
         with pytest.raises(UserError, match="the memory does not hold a micro-batch") as found:
             memory.find_accumulation(objective, batch, engine, given.training, given.optim)
@@ -147,9 +148,8 @@ def test_the_advice_is_one_that_the_objective_allows(
     assert "set training.auto_batch=true" in advice(nn.Linear(2, 2))
     assert "of 1 images; set a lower training.batch_size" in advice(nn.Linear(2, 2), "training.auto_batch=true")
     assert "of 2 images; set a lower training.batch_size" in advice(nn.BatchNorm1d(2), "training.auto_batch=true")
-    whole: Any = nn.Linear(2, 2)
-    whole.whole_batch = True  # as LeJEPA, which refuses auto_batch
-    assert "set a lower training.batch_size" in advice(whole)
+    whole = advice(nn.Linear(2, 2), whole_batch=True)  # as LeJEPA, which refuses auto_batch
+    assert "set a lower training.batch_size" in whole
 
 
 def test_what_communicates_is_not_tried(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ssl_vit import api, recipe
+from ssl_vit import api, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.features import FeatureConfig, ImageSet
@@ -24,7 +24,6 @@ from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import Stopped
 from ssl_vit.models import factory
 from ssl_vit.training import ProbeConfig, checkpoint, signals
-from ssl_vit.training.callbacks import Probe
 from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.optim import WeightAverage
 from tests.processes.reading import rows as lines
@@ -59,7 +58,7 @@ def test_the_seconds_of_a_run_include_checkpoints_and_probes(
         return 0.5
 
     monkeypatch.setattr(checkpoint, "save", slow)
-    monkeypatch.setattr(OnlineProbe, "__call__", probe)
+    monkeypatch.setattr(OnlineProbe, "accuracy", probe)
     keys = ["probe.every=4", "probe.images=20", "probe.labels_per_class=1", "training.checkpoint_every=4"]
     run = train(tmp_path / "run", *keys)
     assert json.loads((run / "summary.json").read_text())["seconds"] > 3 * (0.5 + 0.5)
@@ -74,14 +73,13 @@ def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(train: Train, 
     probe = OnlineProbe(config, open_shards(str(digits)), settings.data, model, make_accelerator())
     assert not set(probe.labeled) & set(probe.scored)
     assert (len(probe.labeled), len(probe.scored)) == (30, 200)
-    holder = torch.nn.Module()
-    holder.encoder = model.train()
+    objective = stage.build_objective(settings, model, None).train()
     context = api.make_context(loaded.load(tmp_path / "run"), str(digits), str(digits))
     whole = ImageSet(context, "trained", "train").features(FeatureConfig(pooling="patches"))
     few, scored = (np.sort(part) for part in (probe.labeled, probe.scored))
     fit, asked = (whole.vectors[few], whole.labels[few]), (whole.vectors[scored], whole.labels[scored])
     found = few_shot_accuracy(*fit, *asked, shots=(3,), seeds=(0,), l2=7.0)
-    assert probe(holder) == pytest.approx(found[3, 0])
+    assert probe.accuracy(objective) == pytest.approx(found[3, 0])
 
 
 def test_a_probe_sees_the_averaged_weights_that_are_published(
@@ -93,7 +91,7 @@ def test_a_probe_sees_the_averaged_weights_that_are_published(
         seen.append({name: tensor.clone() for name, tensor in objective.encoder.network.state_dict().items()})  # type: ignore[union-attr]
         return 0.5
 
-    monkeypatch.setattr(OnlineProbe, "__call__", measure)
+    monkeypatch.setattr(OnlineProbe, "accuracy", measure)
     keys = ["training.ema=0.5", "optim.lr=0.01"]
     train(tmp_path / "run", *keys, "probe.every=12", "probe.images=20", "probe.labels_per_class=1")
     published = load_file(tmp_path / "run" / "encoder.safetensors")
@@ -122,12 +120,12 @@ def test_a_signal_ends_a_long_probe_and_the_next_start_repeats_it(
         endless()
 
     keys = ["training.ema=0.5", "encoder.dropout=0.1", "probe.every=5", "probe.images=20", "probe.labels_per_class=1"]
-    monkeypatch.setattr(OnlineProbe, "__call__", lambda self, objective: 0.5)
+    monkeypatch.setattr(OnlineProbe, "accuracy", lambda self, objective: 0.5)
     train(tmp_path / "whole", *keys)
     monkeypatch.setattr(signals, "_GRACE_SECONDS", 0.1)
     patch = pytest.MonkeyPatch()
     if during == "probe":
-        patch.setattr(OnlineProbe, "__call__", endless)
+        patch.setattr(OnlineProbe, "accuracy", endless)
     else:
         patch.setattr(WeightAverage, during, half)
     with pytest.raises(Stopped) as stop:
@@ -158,8 +156,9 @@ def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train
     assert lines(train(tmp_path / "run", *keys)) == rows, "the same command again does nothing"
 
 
-def test_a_resumed_probe_counts_the_evaluations_without_a_rise_before() -> None:
-    state = {"step": 4, "best": 0.5, "since_best": 1}
-    probe = Probe(ProbeConfig(every=1, patience=2), lambda _: 0.0, list)
+def test_a_resumed_probe_counts_the_evaluations_without_a_rise_before(digits: Path) -> None:
+    settings, state = recipe.load_recipe("digits_ssl"), {"step": 4, "best": 0.5, "since_best": 1}
+    encoder, config = factory.build(settings.encoder), ProbeConfig(every=1, patience=2)
+    probe = OnlineProbe(config, open_shards(str(digits)), settings.data, encoder, make_accelerator())
     probe.load_state_dict(state)
     assert probe.state_dict() == state

@@ -270,7 +270,7 @@ def test_a_kill_between_the_last_save_and_the_last_probe_loses_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(OnlineProbe, "__call__", killed)
+        patch.setattr(OnlineProbe, "accuracy", killed)
         train(tmp_path / "run", *keys)
     (tmp_path / "run" / "checkpoints" / ".step_00000004.tmp" / "optimizer").mkdir(parents=True)  # of another kill
     monkeypatch.setattr(Trainer, "train_step", None)  # no step may be done again

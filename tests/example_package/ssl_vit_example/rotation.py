@@ -9,13 +9,14 @@ from torch.nn.functional import cross_entropy
 from ssl_vit.data.augment import device_images
 from ssl_vit.interfaces import Batch, ObjectiveConfig, StepOutput
 from ssl_vit.models.encoder import Encoder
+from ssl_vit.models.objective import Objective as BaseObjective
 
 
 class Config(ObjectiveConfig):
     pooling: ClassVar[str] = "mean"  # of timm's model; `name` is there, and keys of the objective go here
 
 
-class Objective(nn.Module):
+class Objective(BaseObjective):
     def __init__(self, encoder: Encoder, config: Config, classes: int | None = None) -> None:
         super().__init__()
         self.encoder = encoder
