@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from loky import cpu_count
 
-from ssl_vit.data.packing.cache import parts_of
+from ssl_vit.data.places import parts_of
 from ssl_vit.data.shards import open_shards
 from ssl_vit.environment import environment
 from ssl_vit.files import expanded

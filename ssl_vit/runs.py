@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from ssl_vit import plugins, recipe, records
 from ssl_vit.data.overlap import redrawn
-from ssl_vit.data.packing.cache import check_outside
+from ssl_vit.data.places import check_outside
 from ssl_vit.data.shards import open_training
 from ssl_vit.environment import environment
 from ssl_vit.files import WEIGHTS, read_json, sha256, write_json

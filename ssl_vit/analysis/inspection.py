@@ -16,7 +16,7 @@ from ssl_vit.analysis import attention, components, figures, reconstruction
 from ssl_vit.analysis.pages import template
 from ssl_vit.data import DataConfig, RemoteConfig
 from ssl_vit.data.evaluation import EvaluationStream
-from ssl_vit.data.packing.cache import check_outside
+from ssl_vit.data.places import check_outside
 from ssl_vit.data.samples import join, stacked
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.files import write_json, write_text

@@ -69,9 +69,9 @@ def shards_make(
     Example: `ssl-vit shards make my_images shards --holdout 0.2`
     """
     from ssl_vit.data.packing import pack
-    from ssl_vit.data.packing.cache import check_outside, split_name
     from ssl_vit.data.packing.plan import Options
     from ssl_vit.data.packing.sources import open_source
+    from ssl_vit.data.places import check_outside, split_name
     from ssl_vit.files import expanded
 
     if "://" in out:
@@ -125,7 +125,8 @@ def shards_verify(
 
     Example: `ssl-vit shards verify my_images`
     """
-    from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of, split_name
+    from ssl_vit.data.packing.cache import folder_of
+    from ssl_vit.data.places import is_shards, parts_of, split_name
     from ssl_vit.data.verify import local, verify
 
     shown, first = ", ".join(data), data[0]

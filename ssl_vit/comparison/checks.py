@@ -20,7 +20,7 @@ from ssl_vit.comparison.suites import prepare
 from ssl_vit.comparison.work import is_done
 from ssl_vit.data import mixture
 from ssl_vit.data.overlap import overlaps
-from ssl_vit.data.packing.cache import check_outside
+from ssl_vit.data.places import check_outside
 from ssl_vit.data.shards import ShardSet, check_same_classes, dropped_from, open_shards, open_training
 from ssl_vit.evaluators import labels, runner, several
 from ssl_vit.evaluators.features import FeatureConfig, check_features

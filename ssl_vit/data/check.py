@@ -16,8 +16,9 @@ from PIL import Image
 
 from ssl_vit.data.images import eight_bits
 from ssl_vit.data.overlap import saw_images
-from ssl_vit.data.packing.cache import folder_of, is_shards, parts_of, split_name
+from ssl_vit.data.packing.cache import folder_of
 from ssl_vit.data.packing.sources import list_splits, open_source
+from ssl_vit.data.places import is_shards, parts_of, split_name
 from ssl_vit.data.shards.info import Info, open_set
 from ssl_vit.data.shards.reading import ShardFile
 from ssl_vit.data.verify import check_set, images_by_class, local

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ssl_vit.data.packing.cache import absolute, is_shards, split_name
+from ssl_vit.data.places import absolute, is_shards, split_name
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.interfaces import UserError
 

@@ -176,7 +176,8 @@ def open_shards(spec: str | Sequence[str], remote: RemoteConfig = _DEFAULT) -> S
         return _together([(open_shards(one, remote), None) for one in spec], remote)
     if spec.startswith("pipe:"):
         raise UserError(f"{spec}: shell commands are not run; name a file or a URL")
-    from ssl_vit.data.packing.cache import folder_of, is_shards, split_name
+    from ssl_vit.data.packing.cache import folder_of
+    from ssl_vit.data.places import is_shards, split_name
 
     urls, content = list_shards(folder_of(spec), remote)
     info = content or Info(samples=0, shards=[])

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from datasets import Dataset, DatasetDict
 
+from ssl_vit.data import places
 from ssl_vit.data.check import check_data
 from ssl_vit.data.packing import cache, pack
 from ssl_vit.data.packing.plan import Options
@@ -166,7 +167,7 @@ def test_shards_beside_shards_in_sub_folders_are_parts(tmp_path: Path) -> None:
     for number, out in enumerate(("shards", "shards/test")):
         source = open_source(str(class_folders(tmp_path / f"pets{number}", each=3, first=10 * number)))
         pack(source, tmp_path / out, Options(shards=1), progress=False)
-    assert cache.parts_of("shards") == ["shards", "shards#test"]
+    assert places.parts_of("shards") == ["shards", "shards#test"]
     tar = tmp_path / "shards/000000.tar"
     tar.write_bytes(tar.read_bytes()[:2000])
     assert "shards" in set(check_data("shards", progress=False).bad_files["part"])
