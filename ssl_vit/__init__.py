@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _MODULES = {
     **dict.fromkeys(
         ("train", "evaluate", "compare", "embed", "load", "export", "read_results"),
-        "ssl_vit.functions",
+        "ssl_vit.api",
     ),
     "check_data": "ssl_vit.data.check",
     "few_shot_accuracy": "ssl_vit.evaluators.few_shot",
@@ -27,15 +27,15 @@ _MODULES = {
 }
 
 if TYPE_CHECKING:
+    from ssl_vit.api import compare as compare
+    from ssl_vit.api import embed as embed
+    from ssl_vit.api import evaluate as evaluate
+    from ssl_vit.api import export as export
+    from ssl_vit.api import load as load
+    from ssl_vit.api import read_results as read_results
+    from ssl_vit.api import train as train
     from ssl_vit.data.check import check_data as check_data
     from ssl_vit.evaluators.few_shot import few_shot_accuracy as few_shot_accuracy
-    from ssl_vit.functions import compare as compare
-    from ssl_vit.functions import embed as embed
-    from ssl_vit.functions import evaluate as evaluate
-    from ssl_vit.functions import export as export
-    from ssl_vit.functions import load as load
-    from ssl_vit.functions import read_results as read_results
-    from ssl_vit.functions import train as train
     from ssl_vit.interfaces import RunError as RunError
     from ssl_vit.interfaces import UserError as UserError
 

@@ -1,275 +1,283 @@
-"""Runs one training or one evaluation, from typed settings."""
+"""The Python API: what the commands do, as functions. Light: torch is imported after the arguments were checked."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from safetensors.torch import save as safetensors
-from torch import nn
+import pandas as pd
 
-from ssl_vit import plugins, precision, progress, recipe, runs, stage
-from ssl_vit.analysis import loaded
-from ssl_vit.data.overlap import overlaps, saw_images
-from ssl_vit.data.shards import ShardSet, check_same_classes, dropped_from, open_shards, open_training
-from ssl_vit.environment import environment
-from ssl_vit.evaluators import runner
-from ssl_vit.evaluators.features import EvalContext
-from ssl_vit.evaluators.labels import invalid_labels, set_notes
-from ssl_vit.evaluators.online import OnlineProbe
-from ssl_vit.evaluators.parts import UNFINISHED, Parts
-from ssl_vit.evaluators.real_labels import read_real_labels, rescored
-from ssl_vit.files import WEIGHTS, sha256, writable, write_json
-from ssl_vit.interfaces import Metric, UserError, is_main_process
-from ssl_vit.models import factory
-from ssl_vit.progress import Say, silent
-from ssl_vit.recipe import Recipe
-from ssl_vit.records import EvaluationRecord, RunSummary
-from ssl_vit.results import Evaluation, Result, Table, save
-from ssl_vit.runs import SUMMARY, check_holdout, open_run
-from ssl_vit.training import checkpoint, distributed, loop
-from ssl_vit.training.callbacks import Dropped
-from ssl_vit.training.distributed import make_accelerator, others_watched, shared_errors
-from ssl_vit.training.flops import training_flops
-from ssl_vit.training.logging import check_trackers
-from ssl_vit.training.memory import out_of_memory
-from ssl_vit.training.signals import stopped
+from ssl_vit import recipe as recipes
+from ssl_vit.comparison.config import Study, load_comparison
+from ssl_vit.data import train_and_test
+from ssl_vit.files import WEIGHTS, expanded, writable
+from ssl_vit.interfaces import Metric, RunError, UserError, is_main_process
+from ssl_vit.outcomes import ComparisonRun, PathInput, TrainingRun
+from ssl_vit.recipe import Recipe, run_of, run_recipe
+from ssl_vit.results import RESULTS, Evaluation, Table, evaluations
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ssl_vit.models import Pooling
+    from ssl_vit.models.exchange import exports
 
 
-def train(settings: Recipe, *, quiet: bool = False) -> Path:
-    """See `ssl_vit.train`; returns the run directory."""
-    settings = precision.resolve(settings, print if is_main_process() and not quiet else silent)
-    training, run = settings.training, settings.run_directory
-    accelerator = make_accelerator(training.precision, training.timeout)
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked not in ("no", training.precision) and accelerator.is_main_process:
-        note = f"note: the launcher's mixed_precision={asked} is ignored: training.precision is {training.precision}"
-        print(note, file=sys.stderr)
-    with others_watched(partial(checkpoint.last_saved, run)):
-        return _trained(settings, accelerator, quiet=quiet)
-
-
-def _trained(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) -> Path:
-    training, run = settings.training, settings.run_directory
-    shards, job = _job(settings, accelerator, quiet=quiet)
-    lock, finished = None, False
-    try:
-        with shared_errors(f"run={run}: cannot start"):
-            if accelerator.is_main_process:
-                lock, finished = open_run(run, settings, accelerator, job.data)
-        if distributed.gather(finished)[0]:
-            if accelerator.is_main_process and not quiet:
-                print(f"{run} has already finished: nothing to train")
-            return run
-        parameters = sum(p.numel() for p in job.objective.parameters())
-        flops = training_flops(job.objective, settings.data.views)
-        outcome = loop.train(job)
-        images_seen = outcome.steps * training.batch_size
-        summary = RunSummary(
-            name=settings.name,
-            objective=settings.objective.name,
-            steps=outcome.steps,
-            images_seen=images_seen,
-            flops=images_seen * flops,
-            seconds=round(outcome.seconds, 2),
-            parameters=parameters,
-            samples=settings.data.samples or shards.samples,
-            processes=accelerator.num_processes,
-            data=job.data,
-            classes=job.classes,
-        )
-        with shared_errors(f"{run}: cannot write the encoder or {SUMMARY}"):
-            if accelerator.is_main_process:
-                checkpoint.publish_encoder(run)
-                write_json(run / SUMMARY, summary.model_dump(mode="json"))
-    finally:
-        if lock:
-            lock.release()
-    if outcome.signal:
-        raise stopped(outcome.signal)
-    return run
-
-
-def dry_run(settings: Recipe) -> stage.DryRun:
-    """What `train` would do and cost, as `stage.dry_run` measures it. Raises UserError for what `train` refuses; bad
-    samples are seen where packing or the first two batches find them."""
-    settings = precision.resolve(settings, progress.say)
-    accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
-    shards, job = _job(settings, accelerator, quiet=True)
-    with shared_errors():
-        if accelerator.is_main_process:
-            runs.check(settings.run_directory, settings, job.data)
-    return stage.dry_run(settings, shards, job=job)
-
-
-def _job(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) -> tuple[ShardSet, loop.Job]:
-    """The training images of a recipe and the job to train on them, with all callbacks. Nothing is written."""
-    with shared_errors():
-        check_trackers(settings.training.trackers)
-        shards = open_training(settings.data)
-        dropped = dropped_from([shards], settings.data)
-        job = stage.build(settings, shards, accelerator, run=settings.run_directory, quiet=quiet)
-        own = Dropped(dropped if accelerator.is_main_process else [])
-        job.callbacks = [*job.callbacks, own, *_probe(settings, shards, job)]
-    with shared_errors():
-        if len({*distributed.gather(job.data)}) > 1:
-            raise UserError(f"{shards.spec}: the processes see different shards; give all machines the same files")
-    return shards, job
-
-
-def _probe(settings: Recipe, shards: ShardSet, job: loop.Job) -> list[OnlineProbe]:
-    if settings.probe is None:
-        return []
-    if job.accelerator.is_fsdp2:
-        raise UserError("probe: not available for a sharded model; remove it from the recipe")
-    if settings.probe.patience and recipe.needs_labels(settings) and not settings.probe.data:
-        raise UserError("probe.patience: the run trains on the labels that the probe is scored on; set probe.data")
-    labeled = open_shards(settings.probe.data, settings.data.remote) if settings.probe.data else shards
-    unused = dropped_from([labeled], settings.data) if settings.probe.data else []
-    unused += invalid_labels(labeled, settings.data)
-    return [OnlineProbe(settings.probe, labeled, settings.data, job.objective.encoder, job.accelerator, unused)]
-
-
-def make_context(
-    model: loaded.Loaded,
-    train: str | Sequence[str],
-    test: str,
+def train(
+    recipe: PathInput | Recipe,
     *,
-    seed: int = 0,
-    cache: Path | None = None,
-    metric: Metric = "accuracy",
-) -> EvalContext:
-    """Build the input of evaluators from an encoder and labeled shards.
+    data: PathInput | Mapping[str, Any] | None = None,
+    run: PathInput | None = None,
+    quiet: bool = False,
+    **keys: Any,
+) -> TrainingRun:
+    """Run, or resume, the training of a recipe. A finished run stays as it is.
 
-    model: the encoder, which may lie on the meta device if only untrained ones of its architecture are measured.
-    train, test: labeled shards, as `open_shards` names them.
-    seed: seed of the untrained encoder.
-    cache: folder for extracted features; None: no cache.
-    metric: see `EvalContext`.
+    recipe: a file, a shipped recipe's name, a run directory to resume, or what `ssl_vit.recipe.load_recipe` returned.
+    data: the images: `data=PLACE` of the command line, or the keys of `data`.
+    run: the run directory (default: runs/NAME).
+    quiet: print no progress of training; packing images still does.
+    keys: keys of the recipe, nested as mappings: `training={"steps": 100}`.
 
-    Raises UserError for shards that cannot be opened or have no labels.
+    Raises UserError for input that cannot work, before the first step wherever that can be seen, RunError for a failure
+    during the run (non-finite loss, full disk), and Stopped, with everything saved, after a signal.
     """
-    settings, data = model.settings, model.data
-    shards = open_shards(train, data.remote), open_shards(test, data.remote)
-    check_same_classes(shards[0].classes, shards[1].classes, f"{train} and {test}")
-    return EvalContext(
-        trained=model.encoder,
-        train=shards[0],
-        test=shards[1],
-        skipped=dropped_from(shards, data) + invalid_labels(shards[0], data),
-        data=data,
-        accelerator=make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True),
-        weights=str(model.folder) if model.folder else None,
-        cache=cache,
-        objective=settings.objective if settings else None,
-        metric=metric,
-        seed=seed,
-    )
+    given = _keys(data, run, keys)
+    if isinstance(recipe, Recipe) and given:
+        raise UserError(f"{', '.join(given)}: a loaded recipe takes no keys; pass them to load_recipe")
+    settings = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(os.fspath(recipe), given)
+    from ssl_vit import execution
+
+    return TrainingRun(execution.train(settings, quiet=quiet))
+
+
+def compare(
+    recipe: PathInput | Study,
+    *,
+    data: PathInput | Mapping[str, Any] | None = None,
+    run: PathInput | None = None,
+    until_decided: bool = False,
+    max_seeds: int | None = None,
+    command: str = "",
+    say: Callable[[str], None] = print,
+    **keys: Any,
+) -> ComparisonRun:
+    """Run what is missing of a comparison.
+
+    recipe: a file, a shipped comparison's name, or what `ssl_vit.comparison.config.load_comparison` returned.
+    data: the labeled images: `data=PLACE` of the command line, or the keys of `data`.
+    run: directory of the comparison (default: runs/NAME).
+    until_decided: add seeds, or pretrainings, until all headlines are decided or there are `max_seeds` seeds (default:
+        2.5 times the recipe's); the report's intervals allow for the looks.
+    command: shown in the report.
+    say: prints progress.
+    keys: keys of the comparison, nested as mappings: `seeds=[0, 1]`.
+
+    Raises UserError for input that cannot work, before the first task wherever that can be seen.
+    """
+    given = _keys(data, run, keys)
+    if isinstance(recipe, Study) and given:
+        raise UserError(f"{', '.join(given)}: a loaded comparison takes no keys; pass them to load_comparison")
+    if max_seeds is not None and not until_decided:
+        raise UserError("max_seeds requires until_decided=True")
+    study = recipe if isinstance(recipe, Study) else load_comparison(os.fspath(recipe), given)
+    from ssl_vit.comparison.run import compare
+
+    finished = compare(study, until_decided=until_decided, max_seeds=max_seeds, command=command, say=say)
+    return ComparisonRun(study.comparison.run_directory, finished)
+
+
+def _keys(data: PathInput | Mapping[str, Any] | None, run: PathInput | None, keys: dict[str, Any]) -> dict[str, Any]:
+    given = {"data": data, "run": run}
+    return {key: value for key, value in given.items() if value is not None} | keys
 
 
 def evaluate(
-    model: Path | nn.Module,
-    name: str,
-    train: str | Sequence[str],
-    test: str,
-    overrides: recipe.Overrides = (),
+    model: PathInput | nn.Module,
+    evaluator: str,
     *,
-    data: str = "",
+    data: PathInput | None = None,
+    train: PathInput | None = None,
+    test: PathInput | None = None,
+    name: str = "",
     metric: Metric = "accuracy",
-    real_labels: Path | None = None,
-    say: Say = silent,
+    real_labels: PathInput | None = None,
+    say: Callable[[str], None] = print,
+    **settings: Any,
 ) -> Evaluation:
-    """See `ssl_vit.evaluate`, whose `evaluator` is `name` here, and whose `name` is `data`.
+    """Run one evaluator on an encoder. The results of a path are stored in its `results/`.
 
-    The name of the file contains the evaluator and a hash of its settings, the shards and the metric, so that repeating
-    an evaluation replaces its file. Finished sweeps and trainings are stored meanwhile; it resumes after a kill.
+    model: a run, a checkpoint or a weights folder; or a network in memory that `load` or `timm.create_model` returned,
+        copied as it is now. Images of the latter are resized and cropped to the size and `crop_pct` of
+        its `pretrained_cfg`, bilinearly, and normalized with its mean and std.
+    evaluator: few_shot, linear_probe, attentive_probe, knn, fine_tune, own_head or one of your own.
+    data: labeled data with both parts, as `data=PLACE` of a recipe (default: the run's own).
+    train, test: the parts, one by one.
+    name: what the rows call the dataset (default: `test`).
+    metric: the number that tables show, and that settings are selected by.
+    real_labels: `real.json` of ImageNet-ReaL: rows of the variant `ReaL` score the same predictions by these labels.
+    say: prints progress.
+    settings: keys of the evaluator, nested as mappings.
 
-    train, test: labeled shards. overrides: settings of the evaluator.
+    Raises UserError for wrong input.
     """
-    given, run = loaded.load(model), model if isinstance(model, Path) else None
-    module, settings = plugins.load("evaluators", name), given.settings
-    places = recipe.training_places(settings) if settings else []
-    seen = f"{run or 'this network'} was trained, or stopped early, on images of the test set {test}; use another one"
-    if saw_images(places, test):
-        raise UserError(seen)
-    if settings and run:
-        check_holdout(settings, recipe.run_of(run), test)
-    config = recipe.validate(module.Config, recipe.parse_overrides(overrides), f"{name}: ")
-    folder = writable(run / checkpoint.RESULTS, "copy the weights to a writable folder") if run else None
-    context = make_context(given, train, test, cache=run / "features" if run else None, metric=metric)
-    if overlaps(places, context.test):
-        raise UserError(seen)
-    context.say, context.title = say if context.accelerator.is_main_process else silent, name
-    notes = set_notes(context.train, context.test)
-    for note in notes:
-        context.say(f"note: {note}")
-    if real_labels and metric == "mean_per_class":
-        raise UserError("metric=mean_per_class: an image with several reassessed labels has no one class; use accuracy")
-    real = read_real_labels(real_labels, context.test) if real_labels else None
-    evaluator = module.Evaluator(config)
-    content: dict[str, Any] = {
-        "evaluator": name,
-        "title": evaluator.title,
-        "trains_encoder": evaluator.trains_encoder,
-        "settings": config.model_dump(mode="json"),
-        "data": {"train": train, "test": test},
-        "shards": {"train": context.train.fingerprint, "test": context.test.fingerprint},
-        "classes": list(context.train.classes or context.test.classes or ()),
-        "metric": metric,
-        "weights": str(run or f"{type(model).__name__} in memory"),
-        # Before measuring: a run that is still training replaces its weights meanwhile.
-        "sha256": _weights_digest(given),
-        "notes": notes,
-        "environment": environment(context.accelerator),
-    }
-    path = folder / _results_name(EvaluationRecord.model_validate(content)) if folder else None
-    depends_on = content["sha256"] + plugins.checksum("evaluators", name)
-    parts, start = Parts(path.with_suffix(UNFINISHED) if path else None, depends_on, context), time.perf_counter()
-    kept = f"{folder} holds what was measured" if folder else "nothing is stored"
-    with others_watched(lambda: kept), out_of_memory(lambda: f"end other programs that use it; {kept}"):
-        rows, sweeps = runner.evaluate(evaluator, context, parts)
-    if real:
-        rows += [rescored(row, real) for row in rows]
-    seconds = round(time.perf_counter() - start + parts.earlier_seconds, 2)
-    content |= {"sweeps": sweeps, "skipped": context.skipped_names(), "seconds": seconds}
-    about = EvaluationRecord.model_validate(content)
-    seed = settings.seed if settings else 0
-    rows = [replace(row, data=data or test, evaluator=name, pretraining_seed=seed) for row in rows]
-    if run and path and context.accelerator.is_main_process:
-        save(path, rows, **about.model_dump(mode="json"))
-        parts.remove()
-        if settings and "tensorboard" in settings.training.trackers:
-            _log(path.parent, name, metric, [row for row in rows if row.primary], checkpoint.newest_of(run))
-    return Evaluation(path, rows, about)
+    if metric not in get_args(Metric):
+        raise UserError(f"metric={metric}: choose one of {', '.join(get_args(Metric))}")
+    train, test = labeled_parts(model, data, train, test)
+    from ssl_vit import execution
+
+    real = None if real_labels is None else expanded(real_labels)
+    return execution.evaluate(
+        _opened(model), evaluator, train, test, settings, data=name, metric=metric, real_labels=real, say=say
+    )
 
 
-def _weights_digest(model: loaded.Loaded) -> str:
-    """sha256 of the weights file; of a network in memory, of the file that its weights would give."""
-    if model.folder:
-        return sha256(model.folder / WEIGHTS)
-    return hashlib.sha256(safetensors(factory.state(model.encoder))).hexdigest()
+def _opened(model: PathInput | nn.Module) -> Path | nn.Module:
+    return expanded(model) if isinstance(model, str | PathLike) else model
 
 
-def _results_name(about: EvaluationRecord) -> str:
-    """File name of an evaluation: the evaluator and a hash of its settings, shards and metric."""
-    key = json.dumps([about.settings, about.shards, about.metric], sort_keys=True)
-    return f"{about.evaluator.replace(':', '.')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+def _own_data(model: PathInput | nn.Module, fix: str) -> str:
+    """The data that a run was trained on. Raises UserError where it is not known or not there, and for several sets.
+    fix: what to do then."""
+    run = None
+    if isinstance(model, str | PathLike):
+        from ssl_vit.models import factory
+
+        factory.find_weights(os.fspath(model))
+        name, run, settings = os.fspath(model), run_of(expanded(model)), run_recipe(expanded(model))
+    else:
+        from ssl_vit.analysis import loaded
+
+        name, settings = type(model).__name__, loaded.recipe_of(model)
+    if settings is None or not isinstance(settings.data.train, str):
+        raise UserError(f"{name}: no recipe, or a recipe with several datasets; {fix}")
+    if run is None:
+        return settings.data.train
+    from ssl_vit import runs
+
+    return runs.own_data(run, settings, fix)
 
 
-def _log(folder: Path, name: str, metric: Metric, rows: Sequence[Result], saved: Path | None) -> None:
-    """Means of the metric over seeds as TensorBoard scalars `EVALUATOR/ARM/BUDGET`, at the step of the weights."""
-    from torch.utils.tensorboard import SummaryWriter  # every command would wait for it
+def labeled_parts(
+    model: PathInput | nn.Module, data: PathInput | None, train: PathInput | None, test: PathInput | None
+) -> tuple[str, str]:
+    """The (train, test) data arguments of an evaluation; see `evaluate`. Raises UserError where they are not known."""
+    if data is not None and train is not None:
+        raise UserError("data names both parts; give either data, or train and test")
+    if train is not None and test is not None:
+        return os.fspath(train), os.fspath(test)
+    if data is None and train is None:
+        place = _own_data(model, "name the data, with --data or data=")
+        if test is not None:
+            return place, os.fspath(test)
+        data = place
+    chosen = data if train is None else train
+    assert chosen is not None
+    parts = train_and_test(os.fspath(chosen))
+    return (parts[0], os.fspath(test)) if test is not None else parts
 
-    step = checkpoint.step_of(saved) if saved else 0
-    frame = Table(list(rows)).frame
-    with SummaryWriter(str(folder)) as writer:
-        for (arm, budget), group in frame.groupby(["arm", frame["labels_per_class"].astype(str)], sort=False):
-            writer.add_scalar(f"{name}/{arm}/{budget.replace('%', ' percent')}", group[metric].mean(), step)
+
+def embed(
+    model: PathInput | nn.Module,
+    data: PathInput | None = None,
+    *,
+    pooling: Pooling = "mean",
+    batch_size: int = 256,
+    workers: int | None = None,
+    out: PathInput | None = None,
+) -> pd.DataFrame:
+    """The embedding of every readable image: columns `key`, `file` (if known), `label` (-1: none) and `embedding`.
+
+    model: as in `evaluate`; images are prepared as its recipe evaluates.
+    data: shards or images; labels are not needed (default: the run's training data).
+    pooling: the class `token`, the `mean` of the patches, `both` concatenated, or all `patches` concatenated:
+        `embedding.reshape(*frame.attrs["grid"], -1)`.
+    batch_size: images in a forward pass of one process.
+    workers: processes that read images; None: as the recipe says.
+    out: a file to write too: `.parquet`, or `.npz` with the arrays `keys`, `files` (if known), `labels`, `embeddings`,
+        float32 (n, d), and `grid`, the (rows, columns) of the patches.
+
+    Rows are in the order of the shards, on every process; embeddings are float32 (d,). `frame.attrs["skipped"]` lists
+    unreadable samples. Raises UserError for wrong input, RunError where `out` cannot be written.
+    """
+    for key, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{key}={value}: give {least} or more")
+    if out is not None and Path(out).suffix not in (".parquet", ".npz"):
+        raise UserError(f"out={out}: give a name that ends in .parquet or .npz")
+    if out is not None and is_main_process():
+        writable(expanded(out).parent, "name another folder")
+    if data is None:
+        data = _own_data(model, "name the images to embed")
+    from ssl_vit.evaluators import embeddings
+
+    frame = embeddings.embed(_opened(model), os.fspath(data), pooling=pooling, batch_size=batch_size, workers=workers)
+    if out is not None and is_main_process():
+        try:
+            embeddings.write(frame, expanded(out))
+        except OSError as error:
+            raise RunError(f"{out}: cannot write there: {error}") from None
+    return frame
+
+
+def load(run: PathInput) -> nn.Module:
+    """timm's network of a run, a checkpoint or a weights folder, with its weights, in evaluation mode.
+
+    Its `preprocess` takes an image (a path, bytes or PIL) and returns what the network expects, float32 (C, H, W),
+    resized, cropped and normalized as in an evaluation: `network.forward_features(network.preprocess(path)[None])`.
+    `network(images)` returns the class token or the mean of the patch tokens (B, D), as `objective.pooling` says; with
+    `objective.pooling=patches`, and for imported weights, what timm's own pooling gives.
+    Its `pretrained_cfg` holds image size, crop, mean and std, for `timm.data.resolve_data_config(model=network)`.
+    Raises UserError where there are no readable weights.
+    """
+    from ssl_vit.analysis import loaded
+    from ssl_vit.models import factory
+
+    loaded_model = loaded.load(expanded(run))
+    network: Any = loaded_model.encoder.network
+    network.pretrained_cfg = network.default_cfg = factory.pretrained_cfg(
+        loaded_model.encoder, loaded_model.data.evaluation_resize
+    )
+    outline = loaded_model.encoder.outline()  # not the encoder, whose network would then refer to itself
+    outline.scale, outline.shift = loaded_model.encoder.scale, loaded_model.encoder.shift
+    network.preprocess = loaded.Preprocess(replace(loaded_model, encoder=outline))
+    return network
+
+
+def export(run: PathInput, out: PathInput, to: exports.Target, *, license: str | None = None) -> None:
+    """Write the encoder for timm or transformers, with a model card, into the new folder `out`. Resize and crop are
+    the run's (transformers does not crop where the image size is not square); pooling (timm) is that of its last
+    evaluation of the last block at its image size, else of its objective.
+
+    run: a run directory, a checkpoint or a weights folder.
+    license: license of the weights, for the model card (the hub's identifier, such as apache-2.0).
+    """
+    from ssl_vit.models import factory
+    from ssl_vit.models.exchange import exports
+    from ssl_vit.report import card
+
+    run, out = expanded(run), expanded(out)
+    model, use = factory.load(run), card.evaluated(run)
+    text = card.write(model, run, to, use, title=out.resolve().name, license=license)
+    exports.export(model, out, to, text, use)
+
+
+def read_results(run: PathInput) -> pd.DataFrame:
+    """All measured accuracies of a run's weights or of a comparison: one row per `results.Result`, a column per field.
+
+    For a run, `settings` holds the evaluator's settings as JSON; evaluations with other settings are other rows.
+    Raises UserError for a directory that is neither, and for a damaged file.
+    """
+    from ssl_vit.report.read import PLAN, read_comparison
+
+    run = expanded(run)
+    if (run / PLAN).is_file():
+        return read_comparison(run).measured.frame
+    if not any((run / name).exists() for name in ("recipe.yaml", WEIGHTS, RESULTS)):
+        raise UserError(f"{run}: neither a run nor a comparison")
+    frames = [evaluation.table for evaluation in evaluations(run)[0].values()]
+    return pd.concat(frames, ignore_index=True) if frames else Table([]).frame

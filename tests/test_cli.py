@@ -93,12 +93,12 @@ def test_a_gpu_that_others_filled_is_named(
     called: Callable[..., tuple[int, str, str]], few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's own error, when the process asks for the device."""
-    from ssl_vit import api
+    from ssl_vit import execution
 
     def full(*arguments: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
 
-    monkeypatch.setattr(api, "make_accelerator", full)
+    monkeypatch.setattr(execution, "make_accelerator", full)
     command = ("train", "digits_ssl", f"data.train={few_digits}/train", f"run={tmp_path}/run")
     code, _, shown = called(*command)
     assert code == 1 and "GPU" in shown and "out of memory" in shown and shown.count("\n") == 1

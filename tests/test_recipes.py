@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_vit import api, stage
+from ssl_vit import execution, stage
 from ssl_vit import recipe as recipes
 from ssl_vit.interfaces import UserError
 from ssl_vit.training.flops import training_flops
@@ -154,7 +154,7 @@ def one_step(shards: Path, tmp_path: Path) -> Callable[..., Path]:
         keys += ["data.workers=0", "training.precision=fp32", "training.trackers={}"]
         keys += ["training.auto_batch=false", "training.accumulate=1"]
         torch.set_num_threads(1)
-        api.train(recipes.load_recipe(name, [*keys, *more]), quiet=True)
+        execution.train(recipes.load_recipe(name, [*keys, *more]), quiet=True)
         line: dict[str, Any] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
         assert line["step"] == 1 and np.isfinite(line["loss"])
         return folder

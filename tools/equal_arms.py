@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.analysis.loaded import Loaded
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
@@ -39,7 +39,7 @@ def measured(folder: Path, initialization: int, seed: int) -> dict[str, list[Res
     """Rows by evaluator of a new untrained encoder and the labeled digits of a seed."""
     settings = recipe.load_recipe("digits_ssl", [f"data.train={folder}/train"])
     model = Loaded(factory.build(settings.encoder), settings.data, settings)
-    context = api.make_context(model, f"{folder}/train", f"{folder}/test", seed=initialization)
+    context = execution.make_context(model, f"{folder}/train", f"{folder}/test", seed=initialization)
     accuracies = {}
     for name, evaluator in EVALUATORS.items():
         budgets = runner.budgets(evaluator, evaluator.config.labels_per_class)

@@ -131,10 +131,10 @@ def _compare(
     from ssl_vit.comparison.config import load_comparison
 
     study = load_comparison(name, overrides)
-    from ssl_vit import functions  # torch, after the keys were checked
+    from ssl_vit import api  # torch, after the keys were checked
     from ssl_vit.report import tables
 
-    finished = functions.compare(
+    finished = api.compare(
         study,
         until_decided=until_decided,
         max_seeds=max_seeds,

@@ -33,9 +33,9 @@ def embed(
 
     Example: `ssl-vit embed runs/ssl my_images --out embeddings.parquet`
     """
-    from ssl_vit import functions
+    from ssl_vit import api
 
-    frame = functions.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers, out=out)
+    frame = api.embed(weights, data, pooling=pooling, batch_size=batch_size, workers=workers, out=out)
 
     if not is_main_process():
         return

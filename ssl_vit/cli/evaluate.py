@@ -57,7 +57,7 @@ def evaluate(
 
     Example: `ssl-vit eval runs/ssl few_shot --data my_images "labels_per_class=[1,5]"`
     """
-    from ssl_vit import api, plugins, progress, recipe
+    from ssl_vit import execution, plugins, progress, recipe
     from ssl_vit.evaluators import protocol_settings
     from ssl_vit.files import expanded
     from ssl_vit.models import factory
@@ -70,7 +70,7 @@ def evaluate(
     given = recipe.parse_overrides(overrides or [])
 
     evaluations = [
-        api.evaluate(
+        execution.evaluate(
             run,
             evaluator,
             chosen.train or "",
@@ -99,11 +99,11 @@ def evaluate(
 
 def _data_sets(run: Path, data: list[str], test: str | None, suite: str | None) -> dict[str, DataSet]:
     from ssl_vit import progress
+    from ssl_vit.api import labeled_parts
     from ssl_vit.comparison.sets import DataSet, load_suite
     from ssl_vit.comparison.suites import prepare
     from ssl_vit.data import train_and_test
     from ssl_vit.files import expanded
-    from ssl_vit.functions import labeled_parts
 
     if "" in (suite, test, *data):
         raise UserError("--data, --test and --suite need a value: one of them is empty")

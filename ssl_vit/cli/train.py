@@ -34,18 +34,18 @@ def train(
 
     settings = recipes.load_recipe(recipe, overrides or [])
     if dry_run:
-        from ssl_vit import api  # torch, after the keys were checked
+        from ssl_vit import execution  # torch, after the keys were checked
         from ssl_vit.cli import previewed
 
-        measured = api.dry_run(settings)
+        measured = execution.dry_run(settings)
         if is_main_process():
             previewed.stage(measured, as_json)
         return
     if as_json:
         raise UserError("--json requires --dry-run")
-    from ssl_vit import functions
+    from ssl_vit import api
 
-    run = functions.train(settings).dir
+    run = api.train(settings).dir
     if is_main_process():
         name, train = shlex.quote(str(run)), settings.data.train
         place = Path(train if isinstance(train, str) else "")  # a mixture has no test part

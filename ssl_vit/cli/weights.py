@@ -64,11 +64,11 @@ def export(
 
     Example: `ssl-vit export runs/digits_ssl exported --to timm`
     """
-    from ssl_vit import functions
+    from ssl_vit import api
     from ssl_vit.files import expanded
 
     out = expanded(out)
-    functions.export(run, out, to, license=license)
+    api.export(run, out, to, license=license)
     print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}; README.md says how to load it")
 
 

@@ -37,7 +37,7 @@ def compare(
     """Run the missing tasks of a comparison; returns its record and table.
 
     only: id of one task: run it and those it needs.
-    The other arguments and errors are those of `functions.compare`.
+    The other arguments and errors are those of `api.compare`.
     """
     c, main = study.comparison, is_main_process()
     if (c.jobs > 1 or c.scheduler) and world_size() > 1:

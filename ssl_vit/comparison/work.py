@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ssl_vit import api, records, results
+from ssl_vit import execution, records, results
 from ssl_vit.analysis import inspection
 from ssl_vit.analysis.loaded import Loaded
 from ssl_vit.comparison.plan import Plan
@@ -97,7 +97,7 @@ def _one_job(path: Path) -> Iterator[None]:
 def _run(plan: Plan, task: TaskRecord) -> tuple[list[Result], dict[str, Any]]:
     """The rows of a task and the other fields of its `TaskResult`."""
     if task.kind == "pretrain":
-        return [], {"run": records.read(api.train(plan.pretraining(task)) / SUMMARY, RunSummary)}
+        return [], {"run": records.read(execution.train(plan.pretraining(task)) / SUMMARY, RunSummary)}
     if task.kind == "pictures":
         with progress_bar(task.id, None):
             return [], _pictures(plan, task)
@@ -155,7 +155,7 @@ def task_context(plan: Plan, task: TaskRecord, initialization: int) -> EvalConte
     prepared = settings.data if settings else DataConfig(train="")
     prepared = prepared.model_copy(update={"remote": plan.study.remote, "workers": plan.workers(prepared)})
     encoder = plan.outline(like) if weights is None else factory.load(weights)
-    context = api.make_context(
+    context = execution.make_context(
         Loaded(encoder, prepared, settings, weights),
         data.train,
         data.test,

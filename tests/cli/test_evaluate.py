@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.data.packing import pack
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.data.packing.sources import open_source
@@ -29,7 +29,7 @@ def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         (folder / split).symlink_to(few_digits / split)
     keys = [f"data.train={folder}/train", f"run={folder}/run", "training.steps=2", "training.batch_size=16"]
-    api.train(recipe.load_recipe("digits_ssl", keys), quiet=True)
+    execution.train(recipe.load_recipe("digits_ssl", keys), quiet=True)
     return folder
 
 
@@ -160,7 +160,7 @@ def test_a_key_that_is_no_evaluators_is_named(evaluate: Call, key: str) -> None:
 
 def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evaluate: Call) -> None:
     code, shown, _ = evaluate("knn", "--data", trained, "ks=[5]", "--per-class")
-    found = api.evaluate(trained / "run", "knn", f"{trained}/train", f"{trained}/test", ["ks=[5]"])
+    found = execution.evaluate(trained / "run", "knn", f"{trained}/train", f"{trained}/test", ["ks=[5]"])
     prediction = found.results[0].prediction
     share = prediction.correct[prediction.labels == 3].mean()
     (row,) = [line.split() for line in shown.splitlines() if line.split()[1:2] == ["3"]]

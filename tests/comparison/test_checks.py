@@ -9,7 +9,7 @@ from shutil import copytree
 import pytest
 from PIL import Image
 
-from ssl_vit import api
+from ssl_vit import execution
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.interfaces import UserError
@@ -71,7 +71,7 @@ def test_weights_that_were_trained_on_test_images_are_refused(
     mini: Mini, few_digits: Path, tmp_path: Path, name: str
 ) -> None:
     keys = [f"data.train={few_digits}/{name}", f"run={tmp_path}/leak", *STEPS, "data.lanes=1"]
-    api.train(load_recipe("digits_ssl", keys), quiet=True)
+    execution.train(load_recipe("digits_ssl", keys), quiet=True)
     arms = {"leak": {"label": "leak", "weights": f"{tmp_path}/leak"}}
     with pytest.raises(UserError, match=r"arms\.leak: .*images of the test set"):
         comparison.check(load_comparison(mini(arms=arms)), pack=False)

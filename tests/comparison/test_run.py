@@ -19,7 +19,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from sklearn.datasets import load_digits
 
-from ssl_vit import api, cli, results
+from ssl_vit import cli, execution, results
 from ssl_vit.cli import compare as commands
 from ssl_vit.comparison import work
 from ssl_vit.comparison.checks import check
@@ -359,7 +359,7 @@ def test_a_run_whose_objective_is_gone_and_its_checkpoint_used_labels(
     few_digits: Path, mini: Mini, tmp_path: Path
 ) -> None:
     keys = [*STEPS, f"run={tmp_path}/old", f"data.train={few_digits}/train"]
-    run = api.train(load_recipe("digits_supervised", keys))
+    run = execution.train(load_recipe("digits_supervised", keys))
     recipe = OmegaConf.load(run / "recipe.yaml")
     recipe.objective = {"name": "gone"}
     OmegaConf.save(recipe, run / "recipe.yaml")
@@ -370,7 +370,7 @@ def test_a_run_whose_objective_is_gone_and_its_checkpoint_used_labels(
 
 def test_an_arm_includes_the_run_that_it_starts_from(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
     keys = [*STEPS, f"run={tmp_path}/first", f"data.train={few_digits}/train"]
-    first = api.train(load_recipe("digits_supervised", keys))
+    first = execution.train(load_recipe("digits_supervised", keys))
     begun = {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, f"init_from={first}"]}
     study = load_comparison(mini(arms={"ssl": begun}))
     assert check(study).plan.uses_labels("ssl")
@@ -402,7 +402,7 @@ def test_an_evaluator_that_cannot_train_an_encoder_is_found_before_pretraining(
 
 def test_weights_that_saw_test_images_are_not_started_from(few_digits: Path, mini: Mini, tmp_path: Path) -> None:
     def trained(name: str, *keys: str) -> Path:
-        return api.train(load_recipe("digits_ssl", [*STEPS, f"run={tmp_path / name}", *keys]))
+        return execution.train(load_recipe("digits_ssl", [*STEPS, f"run={tmp_path / name}", *keys]))
 
     seen = trained("seen", f"data.train={few_digits}/test")
     later = trained("later", f"data.train={few_digits}/train", f"init_from={seen}")
@@ -417,7 +417,7 @@ def test_weights_that_saw_test_images_are_not_started_from(few_digits: Path, min
         refused(mini(arms={"ssl": begun}), r"arms\.ssl: .*includes images of the test set")
     refused(mini(arms={"given": {"label": "x", "weights": str(later)}}), r"arms\.given: .*images of the test set")
     with pytest.raises(UserError, match="on images of the test set"):
-        api.evaluate(seen, "knn", f"{few_digits}/train", f"{few_digits}#test", ["ks=[1]"])
+        execution.evaluate(seen, "knn", f"{few_digits}/train", f"{few_digits}#test", ["ks=[1]"])
 
 
 def test_what_no_candidate_or_budget_can_do_is_found_before_pretraining(mini: Mini) -> None:

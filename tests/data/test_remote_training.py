@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.data import AugmentConfig, DataConfig, RemoteConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.images import train_transform
@@ -111,7 +111,7 @@ KEYS += ["encoder.width=16", "encoder.depth=1", "encoder.heads=2", "training.tra
 
 
 def train(data: str, run: Path, *keys: str) -> None:
-    api.train(recipe.load_recipe("digits_ssl", [f"data.train={data}", f"run={run}", *KEYS, *keys]))
+    execution.train(recipe.load_recipe("digits_ssl", [f"data.train={data}", f"run={run}", *KEYS, *keys]))
 
 
 def losses(run: Path) -> list[float]:

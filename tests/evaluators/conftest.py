@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.analysis import loaded
 from ssl_vit.evaluators.features import EvalContext, Features
 
@@ -59,10 +59,10 @@ def trained(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         (folder / split).symlink_to(few_digits / split)
     keys = [f"data.train={folder}/train", f"run={folder}/run", "training.steps=3", "training.batch_size=16"]
-    api.train(recipe.load_recipe("digits_ssl", keys), quiet=True)
+    execution.train(recipe.load_recipe("digits_ssl", keys), quiet=True)
     return folder
 
 
 @pytest.fixture
 def context(trained: Path) -> EvalContext:
-    return api.make_context(loaded.load(trained / "run"), f"{trained}/train", f"{trained}/test")
+    return execution.make_context(loaded.load(trained / "run"), f"{trained}/train", f"{trained}/test")

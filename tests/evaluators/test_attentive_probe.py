@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssl_vit import api, plugins
+from ssl_vit import execution, plugins
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.attentive_probe import HEAD_SIZE, AttentiveHead, Config, Evaluator
 from ssl_vit.evaluators.features import EvalContext, FeatureConfig, Features, ImageSet
@@ -88,7 +88,7 @@ def test_the_scale_of_the_features_does_not_matter(context: EvalContext) -> None
 
 def test_seeds_sweep_and_references(trained: Path, context: EvalContext) -> None:
     given = ["steps=5", "labels_per_class=[2,5]", "seeds=[0,1]", "sweep={lr: [0.001, 0.01]}"]
-    found = api.evaluate(trained / "run", "attentive_probe", f"{trained}/train", f"{trained}/test", given)
+    found = execution.evaluate(trained / "run", "attentive_probe", f"{trained}/train", f"{trained}/test", given)
     assert {(row.arm, row.labels_per_class, row.seed) for row in found.results} == {
         (arm, budget, seed) for arm in ("trained", "untrained") for budget in (2, 5) for seed in (0, 1)
     }

@@ -1,4 +1,4 @@
-"""`api.evaluate` on a real run: what is stored, replaced and refused."""
+"""`execution.evaluate` on a real run: what is stored, replaced and refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import ssl_vit
-from ssl_vit import api, records
+from ssl_vit import execution, records
 from ssl_vit.data.packing import pack, sources
 from ssl_vit.data.packing.plan import Options
 from ssl_vit.evaluators import embeddings
@@ -41,7 +41,7 @@ def test_every_evaluator_stores_its_rows_with_a_prediction_per_test_image(
     trained: Path, context: EvalContext, name: str
 ) -> None:
     run, test = trained / "run", f"{trained}/test"
-    found = api.evaluate(run, name, f"{trained}/train", test, FAST[name])
+    found = execution.evaluate(run, name, f"{trained}/train", test, FAST[name])
     assert found.path and evaluations(run)[0][found.path].results == found.results
     assert found.path.parent == run / "results" and found.path.name.startswith(f"{name}-")
     rows, about = load(found.path)
@@ -60,10 +60,10 @@ def test_every_evaluator_stores_its_rows_with_a_prediction_per_test_image(
 
 def test_a_rerun_replaces_its_own_file_alone(trained: Path) -> None:
     data = (f"{trained}/train", f"{trained}/test")
-    first, again = (api.evaluate(trained / "run", "knn", *data, ["ks=[7]"]) for _ in range(2))
+    first, again = (execution.evaluate(trained / "run", "knn", *data, ["ks=[7]"]) for _ in range(2))
     assert first.results == again.results and first.path == again.path
-    other = api.evaluate(trained / "run", "knn", *data, ["ks=[9]"])
-    mean = api.evaluate(trained / "run", "knn", *data, ["ks=[7]"], metric="mean_per_class")
+    other = execution.evaluate(trained / "run", "knn", *data, ["ks=[9]"])
+    mean = execution.evaluate(trained / "run", "knn", *data, ["ks=[7]"], metric="mean_per_class")
     assert len({first.path, other.path, mean.path}) == 3
     assert all(one.path and one.path.is_file() for one in (first, other, mean))
 
@@ -71,11 +71,11 @@ def test_a_rerun_replaces_its_own_file_alone(trained: Path) -> None:
 def test_results_of_weights_that_are_gone_are_ignored(trained: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
     data = (f"{trained}/train", f"{trained}/test")
-    old = api.evaluate(run, "few_shot", *data, ["labels_per_class=[2]"])
+    old = execution.evaluate(run, "few_shot", *data, ["labels_per_class=[2]"])
     tensors = factory.state(factory.load(run))
     tensors["norm.bias"] = tensors["norm.bias"] + 1
     save_file(tensors, run / "encoder.safetensors")
-    new = api.evaluate(run, "knn", *data, ["ks=[3]"])
+    new = execution.evaluate(run, "knn", *data, ["ks=[3]"])
     found, outdated = evaluations(run)
     assert [*found] == [new.path] and outdated == [old.path]
     assert set(ssl_vit.read_results(run)["evaluator"]) == {"knn"}
@@ -88,12 +88,12 @@ def test_results_of_earlier_checkpoints_of_an_unfinished_run_are_ignored(trained
     run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
     (run / "encoder.safetensors").unlink()
     data = (f"{trained}/train", f"{trained}/test")
-    old = api.evaluate(run, "few_shot", *data, ["labels_per_class=[2]"])
+    old = execution.evaluate(run, "few_shot", *data, ["labels_per_class=[2]"])
     (last,) = run.glob("checkpoints/step_*")
     later = shutil.copytree(last, last.with_name("step_00000999"))
     tensors = load_file(later / "encoder.safetensors")
     save_file(tensors | {"norm.bias": tensors["norm.bias"] + 1}, later / "encoder.safetensors")
-    new = api.evaluate(run, "knn", *data, ["ks=[3]"])
+    new = execution.evaluate(run, "knn", *data, ["ks=[3]"])
     found, outdated = evaluations(run)
     assert [*found] == [new.path] and outdated == [old.path]
 
@@ -106,7 +106,7 @@ def test_labels_of_one_class_cannot_be_evaluated(trained: Path, tmp_path: Path) 
         with pytest.raises(
             UserError, match="one: all labeled images belong to one class; evaluation needs at least two"
         ):
-            api.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", keys)
+            execution.evaluate(trained / "run", name, f"{tmp_path}/one", f"{tmp_path}/one", keys)
 
 
 def test_unreadable_labeled_images_are_counted_or_named(trained: Path, tmp_path: Path) -> None:
@@ -121,14 +121,16 @@ def test_unreadable_labeled_images_are_counted_or_named(trained: Path, tmp_path:
         write_tar(tmp_path / name / "000000.tar", sorted(members.items()))
     for name, keys in (("few_shot", []), ("knn", ["ks=1"]), ("attentive_probe", ["steps=2"])):
         with pytest.raises(UserError, match=r"few.*none of the chosen images could be read"):
-            api.evaluate(trained / "run", name, f"{tmp_path}/few", f"{trained}/test", [*keys, "labels_per_class=[1,5]"])
+            execution.evaluate(
+                trained / "run", name, f"{tmp_path}/few", f"{trained}/test", [*keys, "labels_per_class=[1,5]"]
+            )
     tune = ["sweep={}", "training.steps=2", "training.batch_size=16", "held_out=0.2", "seeds=0"]
-    found = api.evaluate(trained / "run", "fine_tune", f"{tmp_path}/one", f"{trained}/test", tune)
+    found = execution.evaluate(trained / "run", "fine_tune", f"{tmp_path}/one", f"{trained}/test", tune)
     assert {row.labels for row in found.results} == {17}
     assert all("1 of 18 labeled images could not be read" in " ".join(row.notes) for row in found.results)
     assert found.about.trains_encoder
     few = [*tune, "labels_per_class=1"]
-    found = api.evaluate(trained / "run", "fine_tune", f"{tmp_path}/one", f"{trained}/test", few)
+    found = execution.evaluate(trained / "run", "fine_tune", f"{tmp_path}/one", f"{trained}/test", few)
     assert {row.labels for row in found.results} == {2}, "the unreadable image was not asked for"
 
 
@@ -139,7 +141,7 @@ def test_training_images_without_a_valid_label_are_named_or_counted(trained: Pat
     members |= {f"{n:05d}.cls": wrong.get(n, b"%d" % (n % 2)) for n in range(12) if n != 7}
     write_tar(tmp_path / "some" / "000000.tar", sorted(members.items()))
     run, sets = trained / "run", (f"{tmp_path}/some", f"{trained}/test")
-    found = api.evaluate(run, "few_shot", *sets, ["labels_per_class=all", "seeds=0"])
+    found = execution.evaluate(run, "few_shot", *sets, ["labels_per_class=all", "seeds=0"])
     assert {row.labels for row in found.results} == {9}
     assert {(skip.key, skip.reason) for skip in found.about.skipped} == {
         ("00002", "label 'cat' is not a class index"),
@@ -151,7 +153,7 @@ def test_training_images_without_a_valid_label_are_named_or_counted(trained: Pat
     recipe = strict / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("on_bad_sample: skip", "on_bad_sample: fail"))
     with pytest.raises(UserError, match=r"00002: label 'cat' is not a class index \(data\.on_bad_sample=fail\)"):
-        api.evaluate(strict, "few_shot", *sets, ["labels_per_class=all", "seeds=0"])
+        execution.evaluate(strict, "few_shot", *sets, ["labels_per_class=all", "seeds=0"])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_training_images_without_a_valid_label_are_named_or_counted(trained: Pat
 )
 def test_wrong_input_is_named(trained: Path, run: str, name: str, keys: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        api.evaluate(trained / run, name, f"{trained}/train", f"{trained}/test", keys)
+        execution.evaluate(trained / run, name, f"{trained}/train", f"{trained}/test", keys)
 
 
 def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
@@ -179,9 +181,9 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
 ) -> None:
     run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
     (run / "results").write_text("a file")
-    monkeypatch.setattr(api, "make_context", None)
+    monkeypatch.setattr(execution, "make_context", None)
     with pytest.raises(UserError, match=r"results: cannot write there .*; copy the weights"):
-        api.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
+        execution.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
 
 
 def test_too_little_memory_of_a_gpu_is_named(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +194,7 @@ def test_too_little_memory_of_a_gpu_is_named(trained: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(ViTEncoder, "represent", full)
     with pytest.raises(RunError, match=r"too little memory \(.* allocate 2 GiB\); end other programs"):
-        api.evaluate(run, "knn", f"{trained}/train", f"{trained}/test", ["ks=[3]"])
+        execution.evaluate(run, "knn", f"{trained}/train", f"{trained}/test", ["ks=[3]"])
     with pytest.raises(RunError, match=r"too little memory \(.* allocate 2 GiB\); lower batch_size"):
         ssl_vit.embed(run, f"{trained}/test")
 
@@ -207,7 +209,7 @@ def test_a_run_that_was_trained_on_a_gpu_is_evaluated_in_fp32_on_a_cpu(
     (run / "recipe.yaml").write_text(text.replace("precision: fp32", f"precision: {precision}"))
     assert precision in (run / "recipe.yaml").read_text()
     data = (f"{trained}/train", f"{trained}/test")
-    here, there = (api.evaluate(one, "few_shot", *data, ["seeds=0"]) for one in (trained / "run", run))
+    here, there = (execution.evaluate(one, "few_shot", *data, ["seeds=0"]) for one in (trained / "run", run))
     assert [row.accuracy for row in here.results] == [row.accuracy for row in there.results]
     assert f"training.precision={precision} needs" in capsys.readouterr().err
     assert len(embeddings.embed(run, data[1])) == 100
@@ -222,10 +224,10 @@ def test_parts_of_other_weights_run_again(trained: Path, tmp_path: Path, monkeyp
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr(api, "save", full)
-        api.evaluate(run, "knn", *data)
+        patch.setattr(execution, "save", full)
+        execution.evaluate(run, "knn", *data)
     tensors = factory.state(factory.load(run))
     tensors["norm.bias"] = tensors["norm.bias"] + 1
     save_file(tensors, run / "encoder.safetensors")
-    api.evaluate(run, "knn", *data, say=said.append)
+    execution.evaluate(run, "knn", *data, say=said.append)
     assert not [line for line in said if "already finished" in line]

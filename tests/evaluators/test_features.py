@@ -12,7 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
-from ssl_vit import api
+from ssl_vit import execution
 from ssl_vit.analysis import loaded
 from ssl_vit.data import evaluation
 from ssl_vit.data.samples import SampleReader
@@ -59,7 +59,7 @@ def test_small_sets_are_decoded_once_for_all_encoders(
 
 def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (f"{trained}/train", f"{trained}/test")
-    first = api.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]"])
+    first = execution.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]"])
     extract = features.extract
 
     def only_pixels(images: ImageSet, *rest: Any) -> Features:
@@ -67,11 +67,12 @@ def test_features_are_extracted_once_for_all_evaluators(trained: Path, monkeypat
         return extract(images, *rest)
 
     monkeypatch.setattr(features, "extract", only_pixels)
-    again = api.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]"])
+    again = execution.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]"])
     assert again.results == first.results, "a result repeats bit for bit"
-    api.evaluate(trained / "run", "knn", *data, ["ks=[3]", "labels_per_class=2", "seeds=[0,1,2]"])  # the same images
+    same_images = ["ks=[3]", "labels_per_class=2", "seeds=[0,1,2]"]
+    execution.evaluate(trained / "run", "knn", *data, same_images)
     with pytest.raises(AssertionError, match="extracted again"):
-        api.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]", "pooling=token"])
+        execution.evaluate(trained / "run", "few_shot", *data, ["labels_per_class=[2]", "pooling=token"])
 
 
 def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_the_cache_knows_other_weights_shards_and_preparation(trained: Path, tmp
     other = factory.fresh(given.encoder, 0)
 
     def names(test: str = test, **changed: Any) -> set[str]:
-        context = api.make_context(replace(given, **changed), train, test, cache=tmp_path)
+        context = execution.make_context(replace(given, **changed), train, test, cache=tmp_path)
         for source in ("trained", "pixels"):
             ImageSet(context, source, "test").features(FeatureConfig())
         return {path.name for path in tmp_path.glob("*.safetensors")}

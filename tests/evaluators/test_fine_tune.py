@@ -12,7 +12,7 @@ import pytest
 import torch
 from timm.layers import DropPath
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.evaluators import classifier, fine_tune, runner
 from ssl_vit.evaluators.features import EvalContext, ImageSet
@@ -33,7 +33,7 @@ def tuned(trained: Path) -> Tuned:
 
     def evaluate(*keys: str, run: Path = trained / "run", arm: str = "trained") -> list[Result]:
         data = (f"{trained}/train", f"{trained}/test")
-        rows = api.evaluate(run, "fine_tune", *data, [*FAST, *keys]).results
+        rows = execution.evaluate(run, "fine_tune", *data, [*FAST, *keys]).results
         assert {row.arm for row in rows} == {"trained", "untrained"}
         return [row for row in rows if row.arm == arm]
 
@@ -143,7 +143,7 @@ def test_dropout_may_be_set_for_every_arm(
     trained: Path, tuned: Tuned, tmp_path: Path, objectives: list[classification.Objective]
 ) -> None:
     keys = [f"data.train={trained}/train", f"run={tmp_path}/run", "training.steps=2", "training.batch_size=16"]
-    api.train(recipe.load_recipe("digits_supervised", [*keys, "encoder.dropout=0.5"]), quiet=True)
+    execution.train(recipe.load_recipe("digits_supervised", [*keys, "encoder.dropout=0.5"]), quiet=True)
     for more in ([], ["dropout=0.25"], ["dropout=0"]):
         tuned("training.steps=1", *more, run=tmp_path / "run")
     rates = [{module.p for module in one.modules() if isinstance(module, torch.nn.Dropout)} for one in objectives]
@@ -225,7 +225,7 @@ def test_training_from_scratch_has_no_layer_decay(trained: Path, monkeypatch: py
 
     monkeypatch.setattr(fine_tune, "fit", noted)
     data = (f"{trained}/train", f"{trained}/test")
-    api.evaluate(trained / "run", "fine_tune", *data, [*FAST, "optim.layer_decay=0.5"])
+    execution.evaluate(trained / "run", "fine_tune", *data, [*FAST, "optim.layer_decay=0.5"])
     assert found == {"trained": 0.5, "untrained": None}
 
 

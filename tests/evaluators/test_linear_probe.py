@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from sklearn.linear_model import LogisticRegression
 
-from ssl_vit import api
+from ssl_vit import execution
 from ssl_vit.data import DataConfig
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators import linear_probe, runner
@@ -153,7 +153,7 @@ def test_the_probe_by_lars_learns_on_frozen_features(trained: Path) -> None:
         "augment.crop=center",
         "augment.flip=false",
     ]
-    rows = api.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys).results
+    rows = execution.evaluate(trained / "run", "linear_probe", f"{trained}/train", f"{trained}/test", keys).results
     assert {row.arm for row in rows} == {"trained", "untrained"}
     found = [row for row in rows if row.arm == "trained"]
     labels = sum(round(0.9 * count) for count in np.bincount(labels_of(open_shards(f"{trained}/train"))))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.data import DataConfig
 from ssl_vit.data.evaluation import EvaluationStream, evaluation_batches
 from ssl_vit.data.shards import open_shards
@@ -33,7 +33,7 @@ def folder(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / split).symlink_to(few_digits / split)
     for name, steps in (("digits_supervised", 60), ("digits_ssl", 2)):
         keys = [*KEYS, f"data.train={folder}/train", f"run={folder}/{name}", f"training.steps={steps}"]
-        api.train(recipe.load_recipe(name, keys), quiet=True)
+        execution.train(recipe.load_recipe(name, keys), quiet=True)
     return folder
 
 
@@ -57,7 +57,7 @@ def by_hand(folder: Path, saved: Path) -> tuple[float, float]:
 
 def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
     run = folder / "digits_supervised"
-    found = api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
+    found = execution.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
     (row,) = found.results
     assert (row.arm, row.labels_per_class, row.labels) == ("trained", "all", 400) and not row.notes
     accuracy, confidence = by_hand(folder, checkpoint.folders(run)[-1])
@@ -65,7 +65,7 @@ def test_it_is_the_accuracy_of_the_trained_classifier(folder: Path) -> None:
     assert np.asarray(row.prediction.confidence).mean() == pytest.approx(confidence, rel=1e-5)
     assert row.accuracy > 0.5, "sixty steps teach most digits"
     early = checkpoint.folders(run)[0]
-    other = api.evaluate(early, "own_head", f"{folder}/train", f"{folder}/test").results[0].accuracy
+    other = execution.evaluate(early, "own_head", f"{folder}/train", f"{folder}/test").results[0].accuracy
     assert row.accuracy != other == pytest.approx(by_hand(folder, early)[0], abs=1e-9), "by its own head"
 
 
@@ -75,14 +75,14 @@ def test_all_seeds_have_the_same_predictions_and_are_predicted_once(
     calls = []
     monkeypatch.setattr(own_head, "predict", lambda *given: calls.append(given) or predict(*given))  # type: ignore[func-returns-value]
     run, data = folder / "digits_supervised", (f"{folder}/train", f"{folder}/test")
-    rows = api.evaluate(run, "own_head", *data, ["seeds=[0,1,2]"]).results
+    rows = execution.evaluate(run, "own_head", *data, ["seeds=[0,1,2]"]).results
     assert len(calls) == 1 and [row.seed for row in rows] == [0, 1, 2]
     assert len({row.accuracy for row in rows}) == 1
 
 
 def test_runs_without_a_classifier_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="own_head needs a run whose objective is classification"):
-        api.evaluate(folder / "digits_ssl", "own_head", f"{folder}/train", f"{folder}/test")
+        execution.evaluate(folder / "digits_ssl", "own_head", f"{folder}/train", f"{folder}/test")
 
 
 def test_a_head_of_an_earlier_step_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_head_of_an_earlier_step_is_refused(folder: Path, tmp_path: Path) -> N
     shutil.rmtree(checkpoint.folders(run)[-1])
     assert checkpoint.folders(run)
     with pytest.raises(UserError, match="its last checkpoint, with the head, is gone"):
-        api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
+        execution.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
 
 
 def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_counts(
@@ -98,8 +98,8 @@ def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_
 ) -> None:
     run = tmp_path / "run"
     keys = [f"data.train={folder}/train", f"run={run}", "data.samples=50"]
-    api.train(recipe.load_recipe("digits_supervised", [*KEYS, *keys, "training.steps=4"]), quiet=True)
-    measured = api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test").results
+    execution.train(recipe.load_recipe("digits_supervised", [*KEYS, *keys, "training.steps=4"]), quiet=True)
+    measured = execution.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test").results
     assert [(row.labels, row.notes) for row in measured] == [(50, ())], "what its head was trained on"
     (run / "summary.json").unlink()
     for split in ("train", "test"):
@@ -108,7 +108,7 @@ def test_a_run_that_is_still_trained_knows_its_classes_and_a_part_of_the_labels_
         info["classes"].reverse()
         (tmp_path / split / "info.json").write_text(json.dumps(info))
     with pytest.raises(UserError, match="have different classes: class 0 is 0 in one, 9 in the other"):
-        api.evaluate(run, "own_head", f"{tmp_path}/train", f"{tmp_path}/test")
+        execution.evaluate(run, "own_head", f"{tmp_path}/train", f"{tmp_path}/test")
 
 
 def test_a_head_that_gives_no_numbers_is_named(folder: Path, tmp_path: Path) -> None:
@@ -117,4 +117,4 @@ def test_a_head_that_gives_no_numbers_is_named(folder: Path, tmp_path: Path) -> 
     head = checkpoint.folders(run)[-1] / checkpoint.OBJECTIVE
     save_file({name: tensor.fill_(torch.nan) for name, tensor in load_file(head).items()}, head)
     with pytest.raises(RunError, match=r"the logits of image 0 of .*test are not finite"):
-        api.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")
+        execution.evaluate(run, "own_head", f"{folder}/train", f"{folder}/test")

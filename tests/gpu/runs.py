@@ -11,10 +11,10 @@ STEPS = 200
 # Prints the most memory that the training had allocated, in bytes, as its last line.
 TRAIN = """
 import sys, torch
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 
 name, *keys = sys.argv[1:]
-api.train(recipe.load_recipe(name, keys), quiet=True)
+execution.train(recipe.load_recipe(name, keys), quiet=True)
 print(torch.cuda.max_memory_allocated())
 """
 

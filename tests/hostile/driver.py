@@ -29,7 +29,9 @@ class Outcome:
 def run(folder: Path, *commands: Command, limit: float = 250) -> Outcome:
     """`ssl-vit COMMAND` in `folder`, one after the other. limit: seconds until the process is killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ssl_vit.api", "ssl_vit.cli", "ssl_vit.comparison.run", "ssl_vit.report.page"])
+    context.set_forkserver_preload(
+        ["ssl_vit.execution", "ssl_vit.cli", "ssl_vit.comparison.run", "ssl_vit.report.page"]
+    )
     process = context.Process(target=_commands, args=(str(folder), [list(map(str, command)) for command in commands]))
     process.start()
     process.join(limit)

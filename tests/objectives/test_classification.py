@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssl_vit import api
+from ssl_vit import execution
 from ssl_vit.interfaces import UserError
 from ssl_vit.models import EncoderConfig
 from ssl_vit.models.factory import build, load
@@ -200,19 +200,19 @@ def test_a_resnet_learns_real_digits_and_serves_the_evaluators(few_digits: Path,
     data = [f"data.train={few_digits}/train", "data.lanes=4", "data.workers=0", "data.augment.crop=center"]
     length = ["training.steps=30", "training.batch_size=32", "training.log_every=10", "optim.warmup_steps=5"]
     keys = [*sizes, *data, *length, "optim.lr=3e-3", "data.augment.flip=false", f"run={tmp_path}/run"]
-    api.train(load_recipe("supervised_resnet50", keys), quiet=True)
+    execution.train(load_recipe("supervised_resnet50", keys), quiet=True)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
     encoder = load(tmp_path / "run")
     assert (encoder.name, encoder.image_size, encoder.channels) == ("resnet10t", (8, 16), 1)
     settings = ["labels_per_class=[5]", "pooling=mean"]
-    result = api.evaluate(tmp_path / "run", "few_shot", f"{few_digits}/train", f"{few_digits}/test", settings)
+    result = execution.evaluate(tmp_path / "run", "few_shot", f"{few_digits}/train", f"{few_digits}/test", settings)
     trained, untrained = (
         float(np.mean([row.accuracy for row in result.results if row.arm == arm])) for arm in ("trained", "untrained")
     )
     assert trained > max(untrained, 0.5)
     with pytest.raises(UserError, match="needs a class token, which resnet10t does not have: use mean"):
-        api.train(load_recipe("supervised_resnet50", [*keys, f"run={tmp_path}/t", "objective.pooling=token"]))
+        execution.train(load_recipe("supervised_resnet50", [*keys, f"run={tmp_path}/t", "objective.pooling=token"]))
 
 
 def test_mixing_can_be_checked_without_weights() -> None:

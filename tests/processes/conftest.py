@@ -79,7 +79,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     They are forked from a process that has imported torch already, which saves seconds each. Variables: by keyword.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ssl_vit.api", "ssl_vit.cli"])
+    context.set_forkserver_preload(["ssl_vit.execution", "ssl_vit.cli"])
     started: list[Started] = []
     numbers, outputs = itertools.count(), tmp_path_factory.mktemp("outputs")
 

@@ -24,7 +24,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
-from ssl_vit import api, cli, recipe
+from ssl_vit import cli, execution, recipe
 from ssl_vit import stage as builder
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data.images import train_transform
@@ -53,7 +53,7 @@ def train(digits: str, run: Path, stage: str, *more: str) -> None:
     name, keys = STAGES[stage]
     fixed = [f"data.train={digits}/train", f"run={run}", "data.lanes=12", "training.batch_size=48", "training.steps=20"]
     fixed += ["training.log_every=1", "training.checkpoint_every=0", "optim.lr=1e-3", "optim.warmup_steps=5"]
-    api.train(recipe.load_recipe(name, [*fixed, *TINY, *keys, *more]), quiet=True)
+    execution.train(recipe.load_recipe(name, [*fixed, *TINY, *keys, *more]), quiet=True)
 
 
 def same_training(digits: str, out: Path, first: Path, accumulate: int) -> None:
@@ -101,11 +101,11 @@ FINE_TUNE = (
 
 def sharded(digits: str, out: Path) -> None:
     """A sharded run in OUT/sharded, fine-tuned; one resumed from its step 12, OUT/again; and one with a scaled loss."""
-    api.make_accelerator = sharding_accelerator
+    execution.make_accelerator = sharding_accelerator
     train(digits, out / "sharded", "pretraining", *SHARDED)
     back_before(20, out / "sharded", out / "again")
     train(digits, out / "again", "pretraining", *SHARDED)
-    evaluation = api.evaluate(out / "sharded", "fine_tune", f"{digits}/train", f"{digits}/test", list(FINE_TUNE))
+    evaluation = execution.evaluate(out / "sharded", "fine_tune", f"{digits}/train", f"{digits}/test", list(FINE_TUNE))
     if is_main_process():
         (out / "fine_tuned.json").write_text(json.dumps([row.accuracy for row in evaluation.results]))
     predict, means = classifier.predict, list[bool]()
@@ -117,7 +117,9 @@ def sharded(digits: str, out: Path) -> None:
 
     classifier.predict = seen
     probe = ["method=lars", "training.epochs=2", "training.batch_size=32", "training.auto_batch=false"]
-    api.evaluate(out / "sharded", "linear_probe", f"{digits}/train", f"{digits}/test", [*probe, "labels_per_class=8"])
+    execution.evaluate(
+        out / "sharded", "linear_probe", f"{digits}/train", f"{digits}/test", [*probe, "labels_per_class=8"]
+    )
     classifier.predict = predict
     if is_main_process():
         (out / "same_statistics.json").write_text(json.dumps(means))
@@ -128,7 +130,7 @@ def sharded(digits: str, out: Path) -> None:
 
 def sharded_on_three(digits: str, out: Path) -> None:
     """OUT/sharded, which two processes trained, resumes from its step 12 in OUT/three."""
-    api.make_accelerator = sharding_accelerator
+    execution.make_accelerator = sharding_accelerator
     back_before(20, out / "sharded", out / "three")
     train(digits, out / "three", "pretraining", *SHARDED)
 

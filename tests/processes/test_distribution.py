@@ -82,7 +82,7 @@ def test_a_sharded_network_is_fine_tuned_and_evaluated(runs: Path) -> None:
     """Its predictions are those of a training with the same weights in one process."""
     accuracies = json.loads((runs / "fine_tuned.json").read_text())
     digits = one.recipe.load_recipe(runs / "sharded" / "recipe.yaml").data.places[0]
-    whole = one.api.evaluate(
+    whole = one.execution.evaluate(
         runs / "sharded", "fine_tune", digits, digits.removesuffix("train") + "test", list(one.FINE_TUNE)
     )
     assert min(accuracies) > 0.4, "both have learned: chance is 0.1"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.data.order import LanePosition, lane_stream
 from ssl_vit.data.shards import open_shards
 from ssl_vit.interfaces import RunError
@@ -33,7 +33,7 @@ def settings(digits: Path, run: Path, *more: str) -> list[str]:
 
 def train(digits: Path, run: Path, *more: str) -> Path:
     """In this process."""
-    return api.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
+    return execution.train(recipe.load_recipe("digits_ssl", settings(digits, run, *more)), quiet=True)
 
 
 def wait_for_step(run: Path, step: int, seconds: float = 120) -> None:

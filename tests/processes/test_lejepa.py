@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from tests.processes.reading import rows, weights, world_size
 
 
@@ -19,7 +19,7 @@ def test_two_processes_follow_one(world: Callable[..., Any], digits: Path, tmp_p
     keys += ["training.trackers={}", "training.steps=15", "training.batch_size=24", "training.log_every=1"]
     keys += ["optim.name=sgd", "optim.lr=0.05", "optim.warmup_steps=5"]
     pair = world(2, "command_line", "train", "digits_lejepa", *keys, f"run={tmp_path / 'two'}")
-    one = api.train(recipe.load_recipe("digits_lejepa", [*keys, f"run={tmp_path / 'one'}"]), quiet=True)
+    one = execution.train(recipe.load_recipe("digits_lejepa", [*keys, f"run={tmp_path / 'one'}"]), quiet=True)
     assert [process.wait() for process in pair] == [0, 0], pair[0].text + pair[1].text
     two = tmp_path / "two"
     assert (world_size(one), world_size(two)) == (1, 2)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.results import Result, evaluations, load
 from tests.processes.reading import losses, same, saved, weights
 
@@ -41,7 +41,7 @@ def settings(digits: Path, run: Path, *more: str) -> list[str]:
 
 def train(digits: Path, run: Path, *more: str, name: str = "digits_ssl") -> Path:
     """In this process."""
-    return api.train(recipe.load_recipe(name, settings(digits, run, *more)), quiet=True)
+    return execution.train(recipe.load_recipe(name, settings(digits, run, *more)), quiet=True)
 
 
 def unfinished(run: Path) -> bool:
@@ -155,14 +155,14 @@ def test_an_evaluation_that_was_killed_resumes(world: World, digits: Path, tmp_p
     parts[-1].write_text("{")  # damaged: runs again
     stored = {part.stem: load(part) for part in parts[:-1]}
     said: list[str] = []
-    resumed = api.evaluate(killed, "fine_tune", *data, keys, say=said.append)
+    resumed = execution.evaluate(killed, "fine_tune", *data, keys, say=said.append)
     known = {line.removesuffix(": already finished") for line in said if line.endswith(": already finished")}
     assert {name for name in known if "candidate" not in name} == {name.replace("_", " ") for name in stored}
 
     def comparable(rows: list[Result]) -> list[Result]:
         return [replace(row, seconds=0.0) for row in rows]
 
-    expected = api.evaluate(whole, "fine_tune", *data, keys)
+    expected = execution.evaluate(whole, "fine_tune", *data, keys)
     assert comparable(resumed.results) == comparable(expected.results)
     assert [sweep.best for sweep in resumed.about.sweeps] == [sweep.best for sweep in expected.about.sweeps]
     assert {row.seconds for rows, _ in stored.values() for row in rows} <= {row.seconds for row in resumed.results}

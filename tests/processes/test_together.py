@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_vit import api, recipe, results
+from ssl_vit import execution, recipe, results
 from tests.processes.reading import rows
 from tests.tars import encoded, write_tar
 
@@ -87,7 +87,7 @@ def test_a_head_that_nothing_reads_does_not_stop_two_processes(world: World, dig
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained") / "run"
     keys = [f"data.train={digits}/train", f"run={run}", "training.steps=9", "training.checkpoint_every=0"]
-    api.train(recipe.load_recipe("digits_supervised", [*keys, "training.trackers={}"]), quiet=True)
+    execution.train(recipe.load_recipe("digits_supervised", [*keys, "training.trackers={}"]), quiet=True)
     return run
 
 

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from ssl_vit import cli, functions, results
+from ssl_vit import api, cli, results
 from ssl_vit import recipe as recipes
 from ssl_vit.files import write_json
 from ssl_vit.models import EncoderConfig, factory
@@ -195,7 +195,7 @@ def test_the_code_in_the_card_gives_what_was_evaluated(
     Image.fromarray(wave.astype(np.uint8)).save("image.jpg", quality=95, exif=turned)
     names: dict[str, Any] = {}
     exec(code[1], names)
-    ours: Any = functions.load(run)
+    ours: Any = api.load(run)
     np.testing.assert_allclose(np.asarray(names["images"][0]), ours.preprocess("image.jpg"), atol=3 / 255 / 0.4)
     with torch.no_grad():
         tokens = ours.forward_features(names["images"])

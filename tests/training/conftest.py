@@ -41,7 +41,7 @@ def train(settings: Callable[..., Any]) -> Callable[..., Path]:
     """Train `settings` into its run directory. Returns the directory."""
     import torch
 
-    from ssl_vit import api
+    from ssl_vit import execution
 
     torch.set_num_threads(1)
-    return lambda folder, *more, **name: api.train(settings(folder, *more, **name), quiet=True)
+    return lambda folder, *more, **name: execution.train(settings(folder, *more, **name), quiet=True)

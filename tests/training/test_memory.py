@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from ssl_vit import api, recipe
+from ssl_vit import execution, recipe
 from ssl_vit.interfaces import Batch, RunError, StepOutput, UserError
 from ssl_vit.objectives import masked_patch
 from ssl_vit.training import memory
@@ -36,14 +36,14 @@ def test_activation_checkpointing_is_refused_where_it_would_change_running_stati
     keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.lanes=4", "encoder.name=resnet18"]
     keys += ["encoder.channels=1", "encoder.image_size=32", "training.checkpoint_activations=true"]
     with pytest.raises(UserError, match="batch norm would count every image twice"):
-        api.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
+        execution.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
 
 
 def test_activation_checkpointing_is_refused_where_timm_has_none(digits: Path, tmp_path: Path) -> None:
     keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.lanes=4", "encoder.name=crossvit_9_240"]
     keys += ["encoder.channels=1", "encoder.image_size=240", "training.checkpoint_activations=true"]
     with pytest.raises(UserError, match="checkpoint_activations: crossvit_9_240 does not support it"):
-        api.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
+        execution.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
 
 
 @pytest.mark.parametrize("fits", [2, 8])
@@ -60,13 +60,13 @@ def test_a_dry_run_measures_a_micro_batch_that_the_memory_holds(
 
     monkeypatch.setattr(memory, "forward_backward", limited)
     with pytest.raises(UserError, match=r"training\.auto_batch=true"):
-        api.dry_run(settings(tmp_path))
+        execution.dry_run(settings(tmp_path))
     if fits == 8:  # a quarter of the batch: one lane of four
-        api.dry_run(settings(tmp_path, "training.auto_batch=true"))
+        execution.dry_run(settings(tmp_path, "training.auto_batch=true"))
         assert set(sizes) == {8}
     else:
         with pytest.raises(UserError, match=r"micro-batch of 8 images; set a lower training\.batch_size"):
-            api.dry_run(settings(tmp_path, "training.auto_batch=true"))
+            execution.dry_run(settings(tmp_path, "training.auto_batch=true"))
 
 
 def test_a_dry_run_counts_the_memory_of_the_optimizer(
@@ -75,10 +75,12 @@ def test_a_dry_run_counts_the_memory_of_the_optimizer(
     def full(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
-    api.dry_run(settings(tmp_path))  # counts the FLOPs, which uses zeros_like, too; they are counted once per process
+    execution.dry_run(
+        settings(tmp_path)
+    )  # counts the FLOPs, which uses zeros_like, too; they are counted once per process
     monkeypatch.setattr(torch, "zeros_like", full)
     with pytest.raises(UserError, match=r"does not hold a micro-batch"):
-        api.dry_run(settings(tmp_path))
+        execution.dry_run(settings(tmp_path))
 
 
 def test_auto_batch_takes_the_largest_micro_batch_that_fits_and_leaves_no_trace(
@@ -110,7 +112,7 @@ def test_the_gradients_of_earlier_micro_batches_are_counted(
         return len(copies) == 2
 
     monkeypatch.setattr(memory, "_fits", fits)
-    api.dry_run(given)
+    execution.dry_run(given)
     assert copies == [2, 3], "AdamW's two, and the gradients"
 
 
@@ -226,7 +228,7 @@ def test_batch_norm_needs_two_images(digits: Path, tmp_path: Path, accumulate: i
     keys += ["encoder.image_size=32", f"training.batch_size={8 // accumulate * accumulate}", "training.steps=1"]
     chosen = recipe.load_recipe("supervised_resnet50", [*keys, f"training.accumulate={accumulate}"])
     if accumulate == 1:
-        api.train(chosen, quiet=True)
+        execution.train(chosen, quiet=True)
         return
     with pytest.raises(UserError, match="batch norm needs at least two images per micro-batch"):
-        api.train(chosen, quiet=True)
+        execution.train(chosen, quiet=True)

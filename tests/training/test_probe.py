@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ssl_vit import api, recipe, stage
+from ssl_vit import execution, recipe, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data.shards import open_shards
 from ssl_vit.evaluators.features import FeatureConfig, ImageSet
@@ -74,7 +74,7 @@ def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(train: Train, 
     assert not set(probe.labeled) & set(probe.scored)
     assert (len(probe.labeled), len(probe.scored)) == (30, 200)
     objective = stage.build_objective(settings, model, None).train()
-    context = api.make_context(loaded.load(tmp_path / "run"), str(digits), str(digits))
+    context = execution.make_context(loaded.load(tmp_path / "run"), str(digits), str(digits))
     whole = ImageSet(context, "trained", "train").features(FeatureConfig(pooling="patches"))
     few, scored = (np.sort(part) for part in (probe.labeled, probe.scored))
     fit, asked = (whole.vectors[few], whole.labels[few]), (whole.vectors[scored], whole.labels[scored])

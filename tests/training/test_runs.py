@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 
 import ssl_vit
-from ssl_vit import api, recipe, runs
+from ssl_vit import execution, recipe, runs
 from ssl_vit.analysis import figures
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import RunError, Stopped, UserError
@@ -94,7 +94,7 @@ def test_a_finished_run_stays_as_it_is(
     monkeypatch.setattr(runs, "environment", lambda accelerator: {"git": "another"})
     monkeypatch.setattr(loop, "train", None)
     assert files(train(tmp_path / "run", *keys)) == before
-    api.train(recipe.load_recipe(tmp_path / "run"))
+    execution.train(recipe.load_recipe(tmp_path / "run"))
     assert "nothing to train" in capsys.readouterr().out
 
 
@@ -325,9 +325,11 @@ def test_a_probe_that_cannot_decide_or_read_is_refused_at_the_start(
 ) -> None:
     keys = ["probe.every=2", *PROBE]
     with pytest.raises(UserError, match=r"probe\.patience: .* set probe\.data"):
-        api.train(settings(tmp_path / "run", *keys, "probe.patience=2", name="digits_supervised"), quiet=True)
+        execution.train(settings(tmp_path / "run", *keys, "probe.patience=2", name="digits_supervised"), quiet=True)
     with pytest.raises(UserError, match="class token"):
-        api.train(settings(tmp_path / "run", *keys, "probe.pooling=token", "encoder.class_token=false"), quiet=True)
+        execution.train(
+            settings(tmp_path / "run", *keys, "probe.pooling=token", "encoder.class_token=false"), quiet=True
+        )
 
 
 def test_torch_compile_by_the_launcher_is_refused(
@@ -409,7 +411,7 @@ def test_the_same_shards_under_another_name_resume(train: Train, digits: Path, t
 def test_the_display_names_the_run_directory(
     settings: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.train(settings(tmp_path / "second"), quiet=False)
+    execution.train(settings(tmp_path / "second"), quiet=False)
     captured = capsys.readouterr()
     assert "second  1/12  loss " in captured.out + captured.err, "two runs of one recipe may print side by side"
 
@@ -417,9 +419,9 @@ def test_the_display_names_the_run_directory(
 def test_a_run_shorter_than_its_warm_up_says_so(
     settings: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.train(settings(tmp_path / "run", "training.steps=5"), quiet=False)
+    execution.train(settings(tmp_path / "run", "training.steps=5"), quiet=False)
     assert "note" not in capsys.readouterr().err
-    api.train(settings(tmp_path / "short", "training.steps=4"), quiet=False)
+    execution.train(settings(tmp_path / "short", "training.steps=4"), quiet=False)
     note = "note: optim.warmup_steps=5 exceeds the 4 steps of the run; lower it, or train longer"
     assert note in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch_xla.debug import metrics  # noqa: E402
 
-from ssl_vit import api, recipe  # noqa: E402
+from ssl_vit import execution, recipe  # noqa: E402
 from ssl_vit.data.evaluation import evaluation_batches  # noqa: E402
 from ssl_vit.evaluators import features  # noqa: E402
 from ssl_vit.training.loop import Trainer  # noqa: E402
@@ -49,7 +49,7 @@ def settings(digits: Path, run: Path, stage: str, *more: str) -> list[str]:
 
 def train(digits: Path, run: Path, stage: str, *more: str) -> Path:
     name, *keys = settings(digits, run, stage, *more)
-    return api.train(recipe.load_recipe(name, keys), quiet=True)
+    return execution.train(recipe.load_recipe(name, keys), quiet=True)
 
 
 def losses(run: Path) -> list[float]:
@@ -129,7 +129,7 @@ def test_evaluators_compile_for_the_first_batches_alone(
     monkeypatch.setattr(features, "evaluation_batches", counted)
     for name, keys in (("knn", ["ks=[5]"]), ("own_head", [])):
         counts.clear()
-        result = api.evaluate(run, name, images, images, keys)
+        result = execution.evaluate(run, name, images, images, keys)
         assert max(row.accuracy for row in result.results) > 0.2  # of ten classes
         assert len(counts) % 6 == 0
         for first in range(0, len(counts), 6):  # one model on one split each
