@@ -31,7 +31,7 @@ from ssl_vit.report.plots import (
     visible,
 )
 from ssl_vit.report.read import Comparison, read
-from ssl_vit.report.runs import OBJECTIVES, flat, metric_name, pictures, used
+from ssl_vit.report.runs import flat, metric_name, objective_name, pictures, used
 from ssl_vit.report.summary import Accuracy, EvaluationKey, Summary, summarize
 from ssl_vit.report.tables import Shown
 from ssl_vit.report.verdict import interval, notes, several_budgets, verdict
@@ -209,7 +209,7 @@ def _losses(comparison: Comparison, styles: Styles) -> Iterator[tuple[str, Marku
         if figure := loss_curves(runs):
             constant = any(frame["constant_loss"].notna().any() for _, frame in runs.values())
             dashed = " Dashed: the constant baseline, the best prediction that is the same for every patch." * constant
-            yield OBJECTIVES.get(objective, objective.replace("_", " ")), figure, f"Training loss.{dashed}"
+            yield objective_name(objective), figure, f"Training loss.{dashed}"
 
 
 def _pictures(comparison: Comparison) -> Iterator[tuple[str, tuple[Path, ...], tuple[str, ...]]]:

@@ -30,7 +30,7 @@ from ssl_vit.records import (
     TaskResult,
 )
 from ssl_vit.report import sequential
-from ssl_vit.report.runs import OBJECTIVES, REFERENCES, Run, read_run, without_replaced
+from ssl_vit.report.runs import REFERENCES, Run, objective_name, read_run, without_replaced
 from ssl_vit.results import Result, Table
 
 PLAN = "plan.json"
@@ -85,7 +85,7 @@ class Comparison:
                 longer = " with the compute of pretraining" if record.compute_of else ""
                 words[record.name] = f"training from scratch{longer}"
             if record.kind == "pretrained" and record.objective:
-                objective = OBJECTIVES.get(record.objective, record.objective.replace("_", " "))
+                objective = objective_name(record.objective)
                 words[record.name] = "supervised pretraining" if record.objective == "classification" else objective
         if arm not in words:
             return self.label(arm)

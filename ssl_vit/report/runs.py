@@ -26,13 +26,18 @@ PICTURES = (
     *("reconstructions", "embedding_map", "nearest_neighbors", "attention_rollout", "attention_distance"),
     *("feature_map", "filters", "position_similarity"),
 )
-OBJECTIVES = {"masked_patch": "masked patch prediction", "masked_autoencoder": "MAE", "lejepa": "LeJEPA"}
+_OBJECTIVES = {"masked_patch": "masked patch prediction", "masked_autoencoder": "MAE", "lejepa": "LeJEPA"}
 REFERENCES: dict[ReferenceKind, str] = {
     "untrained": "the untrained encoder",
     "pixels": "raw pixels",
     "control": "an untrained encoder per seed",
 }
 LOSSES = ["step", "loss", "constant_loss", "images_seen"]
+
+
+def objective_name(objective: str) -> str:
+    """An objective as sentences name it."""
+    return _OBJECTIVES.get(objective, objective.replace("_", " "))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ssl_vit.report import sequential
 from ssl_vit.report.cautions import by_dataset, cautions, swept
 from ssl_vit.report.costs import compute
 from ssl_vit.report.read import Comparison
-from ssl_vit.report.runs import OBJECTIVES, joined, listed, metric_name, text
+from ssl_vit.report.runs import joined, listed, metric_name, objective_name, text
 from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import Difference, Efficiency, Summary, declared_headline
 
@@ -147,7 +147,7 @@ def _run(comparison: Comparison, summary: Summary) -> list[str]:
     unknown = "its training has not finished" if comparison.runs[arm.name].recipe else "it holds weights alone"
     run, sentences = arm.summary, [f"{arm.label} has no summary.json: {unknown}."]
     if run:
-        objective = OBJECTIVES.get(run.objective, run.objective.replace("_", " "))
+        objective = objective_name(run.objective)
         length = f"{run.steps:,} steps, {run.images_seen:,} images seen, {run.seconds:,.0f} s"
         sentences = [f"{arm.label}: {objective}, {text(run.parameters)} parameters, {length}."]
     for place in summary.places:
