@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -127,7 +128,8 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
             continue
         try:
             if not all((folder / part / INFO).is_file() for part in parts):
-                _make_room(folder, place, sum(source.bytes + _BESIDE * source.count for source in sources.values()))
+                needed = sum(source.bytes + _BESIDE * source.count for source in sources.values())
+                _make_room(folder, place, needed, lock)
                 for note in dict.fromkeys(str(warning.message) for warning in notes):
                     print(f"note: {printable(note)}", file=sys.stderr)
                 _pack(place, sources, options, folder)
@@ -155,9 +157,9 @@ def cache() -> Path:
     return expanded(os.environ.get("SSL_VIT_CACHE") or f"{base}/ssl-vit").absolute()
 
 
-def _make_room(folder: Path, place: str, needed: int) -> None:
+def _make_room(folder: Path, place: str, needed: int, lock: TextIO) -> None:
     """Remove the sets that were not used for longest until `needed` bytes fit beside the others; none that a process
-    uses. Raises UserError where they do not fit."""
+    uses. The lock file then says how many bytes the set will have. Raises UserError where they do not fit."""
     try:
         limit = float(os.environ.get("SSL_VIT_CACHE_GB") or 50)
     except ValueError:
@@ -166,18 +168,31 @@ def _make_room(folder: Path, place: str, needed: int) -> None:
         with FileLock(folder.parent / ".room.lock"):
             locks = {path: path.with_name(f".{path.name}.lock") for path in folder.parent.iterdir() if path != folder}
             others = [path for path, lock in locks.items() if _SET.fullmatch(path.name) and lock.exists()]
-            sizes = {path: sum(file.stat().st_size for file in path.rglob("*.tar")) for path in others}
+            sizes = {path: _size(path, locks[path]) for path in others}
             for path in sorted(others, key=lambda path: path.stat().st_mtime_ns):
                 if needed + sum(sizes.values()) <= limit * 2**30:
                     break
                 if _remove(path, locks[path]):
                     del sizes[path]
-        if needed + sum(sizes.values()) <= limit * 2**30:
-            return
+            if needed + sum(sizes.values()) <= limit * 2**30:
+                lock.truncate(0)
+                lock.write(str(needed))
+                lock.flush()
+                folder.mkdir(exist_ok=True)
+                return
     raise UserError(
         f"{place}: {needed / 2**30:.1f} GiB do not fit into {folder.parent}, which may hold {limit:g} GiB; "
         "set SSL_VIT_CACHE_GB, or pack it elsewhere with `ssl-vit shards make`"
     )
+
+
+def _size(path: Path, lock: Path) -> int:
+    """Bytes of a set; of one that is being packed at least those that it will have."""
+    written = sum(file.stat().st_size for file in path.rglob("*.tar"))
+    with suppress(OSError, ValueError):  # another user's, or one that is not begun
+        if not any(path.rglob(INFO)):
+            return max(written, int(lock.read_text()))
+    return written
 
 
 def _remove(path: Path, lock: Path) -> bool:

@@ -229,6 +229,24 @@ def test_the_least_recently_used_set_goes_but_none_that_a_process_uses(
         open_shards("one")
 
 
+def test_a_set_that_another_process_is_packing_counts_with_its_whole_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        class_folders(tmp_path / name, each=8, first=1000 * len(name))
+    pack_one = cache._pack
+
+    def pack(place: str, *arguments: Any) -> None:
+        if place == "one":
+            with pytest.raises(UserError, match=r"two: .* do not fit"):
+                open_shards("two")
+        pack_one(place, *arguments)
+
+    monkeypatch.setattr(cache, "_pack", pack)
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str(80_000 / 2**30))
+    assert open_shards("one").samples == 16
+
+
 def test_other_folders_stay_and_nothing_goes_for_what_can_never_fit(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
