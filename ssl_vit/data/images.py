@@ -17,8 +17,8 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
+from ssl_vit.data.headers import check_pixels, open_header
 from ssl_vit.data.jpeg import Jpeg, orientation, unreadable, upright
-from ssl_vit.data.packing.images import check_pixels, open_header
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import BadSample, Size, UserError, pair
 

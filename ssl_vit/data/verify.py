@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ssl_vit.data.headers import channels, decode, open_header
 from ssl_vit.data.packing import content_hash
-from ssl_vit.data.packing.images import channels, decode, open_header
 from ssl_vit.data.packing.parallel import process_count, run
 from ssl_vit.data.shards.info import ABOUT, IMAGE_EXTENSIONS, INFO, TARS, Info, Part, ShardEntry, open_set
 from ssl_vit.data.shards.reading import ShardFile, decode_label

@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 from ssl_vit.data import DataConfig
+from ssl_vit.data.headers import channels, open_header
 from ssl_vit.data.overlap import saw_images
-from ssl_vit.data.packing.images import channels, open_header
 from ssl_vit.data.packing.plan import by_class
 from ssl_vit.data.shards import ShardSet
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS

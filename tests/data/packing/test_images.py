@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_vit.data.headers import channels as channels_of
+from ssl_vit.data.headers import decode, open_header
 from ssl_vit.data.packing import images
-from ssl_vit.data.packing.images import decode, open_header, to_stored
+from ssl_vit.data.packing.images import to_stored
 from ssl_vit.interfaces import BadSample
 from tests import tars
 
@@ -70,7 +72,7 @@ OTHER_KINDS = {
 def test_jpeg_png_and_webp_are_kept_byte_for_byte(name: str) -> None:
     data, extension, channels = AS_THEY_ARE[name]
     assert to_stored(data) == (extension, data)
-    assert images.channels(opened(data)) == channels
+    assert channels_of(opened(data)) == channels
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
