@@ -219,6 +219,11 @@ def test_a_recipe_with_a_base_states_what_differs(tmp_path: Path) -> None:
     assert recipes.load_recipe(tmp_path / "resolved.yaml") == found
 
 
+def test_a_length_that_is_unset_leaves_that_in_the_other_unit() -> None:
+    training = recipes.load_recipe("mae_vit_base", ["training.steps=null"]).training
+    assert (training.steps, training.epochs) == (None, 800)
+
+
 def test_a_base_next_to_its_recipe_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, seed in (("near", 1), ("here", 99)):
         (tmp_path / folder).mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
@@ -13,7 +14,9 @@ from ssl_vit import execution
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.interfaces import UserError
-from ssl_vit.recipe import load_recipe
+from ssl_vit.models import factory
+from ssl_vit.recipe import load_recipe, save
+from tests.report.made import SUMMARY
 
 from .conftest import STEPS, Mini
 
@@ -74,6 +77,19 @@ def test_weights_that_were_trained_on_test_images_are_refused(
     execution.train(load_recipe("digits_ssl", keys), quiet=True)
     arms = {"leak": {"label": "leak", "weights": f"{tmp_path}/leak"}}
     with pytest.raises(UserError, match=r"arms\.leak: .*images of the test set"):
+        comparison.check(load_comparison(mini(arms=arms)), pack=False)
+
+
+def test_a_run_that_labels_may_have_stopped_is_refused(
+    mini: Mini, few_digits: Path, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    keys = [f"data.train={few_digits}/train", f"run={tmp_path}/given", "probe.every=2", "probe.patience=3"]
+    settings = load_recipe("digits_ssl", keys)
+    given = saved(tmp_path / "given", factory.build(settings.encoder))
+    save(settings, given / "recipe.yaml")
+    (given / "summary.json").write_text(SUMMARY.model_dump_json())
+    arms = {"given": {"label": "given", "weights": str(given)}}
+    with pytest.raises(UserError, match=r"arms\.given: .*stopped early using labels"):
         comparison.check(load_comparison(mini(arms=arms)), pack=False)
 
 

@@ -14,7 +14,7 @@ from ssl_vit.cli import compare
 from ssl_vit.comparison import plan
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.plan import Plan
-from ssl_vit.comparison.sets import load_suite, suites
+from ssl_vit.comparison.sets import ComparisonData, load_suite, suites
 from ssl_vit.evaluators import fine_tune
 from ssl_vit.interfaces import UserError
 from tests.shipped import comparisons
@@ -440,3 +440,8 @@ def test_other_data_keeps_the_metric(mini: Mini) -> None:
     assert (chosen.train, chosen.metric) == ("elsewhere#train", "mean_per_class")
     (chosen,) = load_comparison(path, ["data=elsewhere", "data.metric=accuracy"]).sets.values()
     assert chosen.metric == "accuracy"
+
+
+@pytest.mark.parametrize("data", [{"train": "x"}, {"folds": ("x", "y")}])
+def test_every_fold_has_the_metric_of_the_comparison(data: dict[str, Any]) -> None:
+    assert {one.metric for one in ComparisonData(**data, metric="mean_per_class").splits} == {"mean_per_class"}

@@ -59,6 +59,7 @@ def test_every_arm_that_saw_training_images_is_recorded(
     saw = {arm.name: arm.saw for arm in record.arms}
     assert saw == {"ssl": (), "scratch": (), "supervised": ("data",), "given": ("data",)}
     assert [record.data[f"data {part}"].labeled_classes for part in ("train", "test")] == [10, None]
+    assert [record.data[name].samples for name in ("data train", "pretraining of supervised")] == [400, 100]
     (tmp_path / "deep/er").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "deep/er")
     checked = comparison.check(

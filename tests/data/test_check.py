@@ -189,3 +189,17 @@ def test_an_image_with_many_copies_is_listed_once(layout: Path) -> None:
         save(layout / f"val/bee/copy{number}.png", scene(99))
     found = check_data(layout, progress=False).leaks
     assert sorted(found["file"]) == [f"bee/copy{number}.png" for number in range(3)]
+
+
+def test_an_equal_image_is_named_before_a_nearly_equal_one(layout: Path) -> None:
+    scene(15).save(layout / "val/bee/again.jpg", quality=90)
+    save(layout / "val/bee/same.png", scene(15))  # train/wasp/5.png
+    (leak,) = check_data(layout, progress=False).leaks.itertuples()
+    assert (leak.file, leak.other_file, leak.kind) == ("wasp/5.png", "bee/same.png", "exact")
+
+
+def test_large_parts_are_compared_in_steps(layout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssl_vit.data.check._ROWS", 8)  # one image against all of the other part
+    save(layout / "val/wasp/same.png", scene(15))  # train/wasp/5.png
+    (leak,) = check_data(layout, progress=False).leaks.itertuples()
+    assert (leak.file, leak.other_file, leak.kind) == ("wasp/5.png", "wasp/same.png", "exact")

@@ -65,6 +65,11 @@ def test_batches_of_a_mixture_do_not_depend_on_the_topology(folder: Path, ranks:
     assert indices(data, 20, ranks) == indices(data, 20)
 
 
+def test_other_weights_are_another_fingerprint(folder: Path) -> None:
+    one, again, other = (open_training(mixture(folder, weight, 1.0)).fingerprint for weight in (2.0, 2.0, 3.0))
+    assert one == again != other
+
+
 def test_sets_of_other_classes_have_no_labels_together(folder: Path, tmp_path: Path) -> None:
     assert open_training(mixture(folder, None, None)).classes == tuple("0123456789")
     info = (folder / "test" / "info.json").read_text()

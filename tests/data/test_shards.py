@@ -31,6 +31,14 @@ def test_repacked_shards_have_another_fingerprint(folder: Path, tmp_path: Path) 
     assert open_shards(str(tmp_path / "other")).fingerprint != first.fingerprint
 
 
+def test_shards_whose_classes_were_renamed_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
+    renamed = shutil.copytree(folder, tmp_path / "renamed")
+    info = (renamed / "info.json").read_text()
+    (renamed / "info.json").write_text(info.replace('"7"', '"seven"'))
+    ours, theirs = open_shards(str(folder)), open_shards(str(renamed))
+    assert ours.classes != theirs.classes and ours.fingerprint != theirs.fingerprint
+
+
 @pytest.mark.parametrize("spec", ["pipe:cat x.tar", "nosuchscheme://bucket/x.tar"])
 def test_what_cannot_be_opened_is_refused(spec: str) -> None:
     with pytest.raises(UserError, match=r"shell commands are not run|unsupported URL"):
@@ -43,6 +51,17 @@ def test_a_shard_that_is_listed_twice_is_refused(folder: Path, tmp_path: Path) -
     (twice / "info.json").write_text(json.dumps(info | {"shards": [*info["shards"], info["shards"][0]]}))
     with pytest.raises(UserError, match=r"lists 000000.tar more than once"):
         open_shards(str(twice))
+
+
+def test_a_list_of_more_samples_than_a_shard_can_hold_is_refused(folder: Path, tmp_path: Path) -> None:
+    many = shutil.copytree(folder, tmp_path / "many")
+    info = json.loads((many / "info.json").read_text())
+    first = info["shards"][0]
+    info["samples"] += 10**6 - first["samples"]
+    first["samples"] = 10**6
+    (many / "info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match=r"000000\.tar: it holds \d+ samples, and info\.json lists 1000000"):
+        open_shards(str(many)).open(0)
 
 
 def test_a_pattern_that_matches_folders_is_refused(folder: Path) -> None:

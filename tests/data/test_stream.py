@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,8 +282,15 @@ def test_small_evaluation_sets_are_read_once(shards: ShardSet, monkeypatch: pyte
     assert len(reads) == 720 + 4 * 360
     images(on_bad_sample="fail")
     assert len(reads) == 720 + 5 * 360, "a kept set may hold skips"
-    data = DataConfig(train=shards.spec, workers=0)
-    assert len({EvaluationStream(shards, data, 8, 1, needs_labels=needs).key for needs in (False, True)}) == 2
+
+
+def test_images_are_kept_for_their_preparation_alone(shards: ShardSet) -> None:
+    def key(needs_labels: bool = False, **data: Any) -> Hashable:
+        preparation = DataConfig(train=shards.spec, workers=0, **data)
+        return EvaluationStream(shards, preparation, 8, 1, needs_labels=needs_labels).key
+
+    keys = [key(), key(needs_labels=True), key(evaluation_resize=1.0), key(max_pixels=100), key(on_bad_sample="fail")]
+    assert key() == keys[0] and len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.37, 0.9])

@@ -160,3 +160,11 @@ def test_donors_are_uniform_where_other_patches_stay_as_they_are() -> None:
         steps = (found - own_places(2, 8)) % 16
         counts += np.bincount(steps.ravel(), minlength=16)
     assert chisquare(counts[1:]).pvalue > 1e-5
+
+
+def test_what_becomes_of_a_patch_does_not_depend_on_what_chose_it() -> None:
+    """Numbers of their own decide: where these are above both shares, every patch stays as it is."""
+    noise = torch.rand(50, noise_needed(9, 4), generator=torch.Generator().manual_seed(0))
+    noise[:, 9 : 9 + 4] = 0.95
+    tokens, _ = corrupt(tagged(50, 9), torch.full((3,), float(MASKED)), 4, noise_BM=noise)
+    np.testing.assert_array_equal(places(tokens), own_places(50, 9))

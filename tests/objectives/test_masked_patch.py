@@ -117,13 +117,15 @@ def test_the_constant_baseline_follows_the_classes_over_the_steps(make_objective
     """Its frequencies are a moving average (1% a step) over all calls."""
     shares_SC = torch.rand(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shares_SC /= shares_SC.sum(-1, keepdim=True)
-    average, expected = np.zeros(8), []
+    average, losses, accuracies = np.zeros(8), list[float](), list[float]()
     for shares in shares_SC.numpy():
         average = 0.99 * average + 0.01 * shares
-        expected.append(-(shares * np.log(average / average.sum())).sum())
+        losses.append(-(shares * np.log(average / average.sum())).sum())
+        accuracies.append(shares[average.argmax()])
     objective = make_objective(bits=1)
-    parts = [objective.summarize({"class_shares": part})["constant_loss"] for part in shares_SC.split([1, 3, 2])]
-    np.testing.assert_allclose(torch.cat(parts).numpy(), expected, rtol=1e-6)
+    parts = [objective.summarize({"class_shares": part}) for part in shares_SC.split([1, 3, 2])]
+    for name, expected in (("constant_loss", losses), ("constant_accuracy", accuracies)):
+        np.testing.assert_allclose(torch.cat([part[name] for part in parts]).numpy(), expected, rtol=1e-6)
     np.testing.assert_allclose(objective.frequencies.numpy(), average, rtol=1e-6)
     whole = make_objective(bits=1)
     whole.summarize({"class_shares": shares_SC})

@@ -13,7 +13,7 @@ import pytest
 
 from ssl_vit import results
 from ssl_vit.files import sha256, write_json
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import Budget, UserError
 from ssl_vit.records import ArmRecord
 from ssl_vit.report.export import export
 from ssl_vit.report.read import read
@@ -147,6 +147,18 @@ def test_an_evaluation_of_a_run_has_its_sweep_in_the_costs(tmp_path: Path) -> No
     assert "of 3 seeds" not in shown, "few-shot had two, and that is all of them"
 
 
+@pytest.mark.parametrize(("budget", "paid"), [(10, "64"), ("all", "128")])
+def test_a_sweep_with_all_labels_is_paid_beside_its_winner(tmp_path: Path, budget: Budget, paid: str) -> None:
+    """Its trainings leave out the held-out images, so that no row is one of them."""
+    run = write_run(tmp_path / "run", "a", 0.6)
+    swept = SWEEP.model_copy(update={"source": "trained", "labels_per_class": budget}).model_dump(mode="json")
+    rows = [row("trained", budget, seed, 0.5, labels=40) for seed in (0, 1, 2)]
+    about: dict[str, Any] = {"evaluator": "fine_tune", "title": "Fine-tuning", "settings": {}, "metric": "accuracy"}
+    about |= {"data": {"train": "data/train", "test": "data/test"}, "sha256": "unknown", "sweeps": [swept]}
+    results.save(run / "results" / "fine_tune-1.json", rows, **about)
+    assert cost_table(read([run])).frame.set_index("Cost").loc["Sweeps, images", "a"] == paid
+
+
 def test_a_run_is_evaluated_on_several_training_sets_together(tmp_path: Path) -> None:
     found = read([write_run(tmp_path / "run", "a", 0.6, data={"train": ["data/a", "data/b"], "test": "data/test"})])
     assert found.record.data["data/test train"].path == "data/a + data/b"
@@ -179,6 +191,15 @@ def test_one_set_has_two_metrics_in_two_evaluations(tmp_path: Path) -> None:
     )
     metrics = read([run]).record.metrics
     assert metrics == {"data/test": "accuracy", "data/test (mean per class)": "mean_per_class"}
+
+
+def test_an_evaluation_by_another_metric_replaces_none(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "a", 0.6)
+    write_run(tmp_path / "other", "a", 0.6, metric="mean_per_class")
+    for file in (tmp_path / "other" / "results").iterdir():
+        shutil.copy(file, run / "results" / file.name.replace("few_shot-1", "few_shot-2"))
+    found = read([run])
+    assert len(found.runs["a"].evaluations) == len(found.record.metrics) == 2 and len(found.table.results) == 8
 
 
 def test_runs_on_the_same_images_under_two_paths_are_compared(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ssl_vit.report.export import environments, export, latex, markdown, provena
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.summary import summarize
-from ssl_vit.report.tables import all_tables, columns, cost_table, sweep_table, terminal
+from ssl_vit.report.tables import all_tables, columns, cost_table, place_tables, sweep_table, terminal
 from ssl_vit.report.verdict import interval
 from tests.report.made import ARMS, SUMMARY, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
@@ -52,6 +52,16 @@ def test_the_terminal_shows_names_as_they_are_and_marks_missing_seeds(tmp_path: 
     assert "SSL [50%]" in text, "square brackets are no markup"
     assert "(2 of 3 seeds)" in text
     assert "half-width of a 95% interval" in text
+
+
+def test_missing_seeds_of_frozen_features_are_counted_by_their_own(tmp_path: Path) -> None:
+    frozen = [row(arm, 5, seed, 0.6, evaluator="few_shot") for arm in ("ssl", "untrained") for seed in range(5)]
+    missing = ["digits-few_shot-ssl-5-0-0"]
+    comparison = read([write_comparison(tmp_path, [*two_arms(), *frozen], seeds=(0, 1, 2), missing=missing)])
+    summary = summarize(comparison)
+    shown = {place.evaluator: place_tables(comparison, summary, place)[0] for place in summary.places}
+    texts = {evaluator: table.frame.to_string() for evaluator, table in shown.items()}
+    assert "(4 of 5 seeds)" in texts["few_shot"] and "seeds)" not in texts["fine_tune"]
 
 
 def test_names_from_data_do_not_reach_the_terminal_as_control_characters(tmp_path: Path) -> None:

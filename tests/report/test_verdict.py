@@ -85,6 +85,14 @@ def test_scratch_with_the_compute_of_pretraining_is_part_of_the_verdict(folder: 
     assert "compute of pretraining" not in said(folder / "without", two_arms(0.1))
 
 
+@pytest.mark.parametrize(("gain", "advised"), [(0.2, True), (-0.2, False), (0.01, False)])
+def test_more_compute_for_the_baseline_is_advised_only_against_a_better_arm(
+    folder: Path, gain: float, advised: bool
+) -> None:
+    text = said(folder, two_arms(gain))
+    assert "times as many" in text and ("add an arm with compute_of" in text) == advised
+
+
 def test_a_sweeps_winner_is_paid_once(folder: Path) -> None:
     text = said(folder, two_arms(0.2, budgets=(5,)), sweeps={"ssl": SWEEP, "scratch": SWEEP})
     assert "used 1.1e+10 training FLOPs, 2.20 times" in text
@@ -487,6 +495,14 @@ def test_the_difference_with_equal_compute_is_said_once_and_of_the_headline(fold
     for data in ("digits", "pets"):
         (sentence,) = (line for line in text.splitlines() if line.startswith(f"{data}: Exploratory"))
         assert sentence.count("masked patch prediction minus") == 1
+
+
+def test_references_are_in_no_exploratory_difference(folder: Path) -> None:
+    frozen = two_arms(0.2, evaluator="few_shot")
+    rows = [replace(one, arm="untrained") if one.arm == "scratch" else one for one in frozen]
+    rows += [replace(one, arm="pixels") for one in frozen if one.arm == "scratch"]
+    text = said(folder, rows, arms=ARMS[:1])
+    assert text.startswith("Masked patch prediction is better than the untrained encoder") and "Exploratory" not in text
 
 
 def test_the_verdict_names_the_other_methods(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ssl_vit.interfaces import Batch, StepOutput, UserError
 from ssl_vit.models.timm_encoder import TimmEncoder
-from ssl_vit.objectives import classification, masked_patch
+from ssl_vit.objectives import classification, lejepa, masked_autoencoder, masked_patch
 from ssl_vit.training.flops import training_flops, unused_parameters
 
 
@@ -48,6 +48,26 @@ def test_what_changes_the_count_is_counted_again(make_encoder: Callable[..., Any
     assert count() == count()
     counts = [count(), count("mlp"), count(frozen=True), count(image_size=32), count(class_token=False)]
     assert len(set(counts)) == len(counts)
+
+
+def test_every_view_is_counted(make_encoder: Callable[..., Any]) -> None:
+    objective = lejepa.Objective(make_encoder(), lejepa.Config(projector_width=32))
+    two, four = (training_flops(objective, views) for views in (2, 4))
+    assert four == pytest.approx(2 * two, rel=0.01)
+
+
+def test_settings_that_change_no_module_are_counted_again(make_encoder: Callable[..., Any]) -> None:
+    encoder = make_encoder()
+    configs = [masked_autoencoder.Config(mask_ratio=share) for share in (0.25, 0.75)]
+    few, many = (training_flops(masked_autoencoder.Objective(encoder, config)) for config in configs)
+    assert few != many
+
+
+def test_images_of_another_size_are_counted_again() -> None:
+    config = classification.Config(head="linear", pooling="mean")
+    encoders = [TimmEncoder("test_convnext", {}, 0.5, 0.5, size) for size in (64, 128)]
+    small, large = (training_flops(classification.Objective(encoder, config, 5)) for encoder in encoders)
+    assert large == pytest.approx(4 * small, rel=0.01)
 
 
 def test_parameters_without_a_gradient_are_found(make_encoder: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -92,6 +93,15 @@ def test_gradients_that_no_loss_scale_makes_finite_stop_the_run(
     keys = ("training.steps=130", "training.log_every=10")
     with pytest.raises(RunError, match=r"not finite in 110 steps in a row, up to step 110(.|\n)*precision=bf16"):
         train(tmp_path / "run", *keys)
+
+
+def test_a_gradient_that_overflows_now_and_then_stops_no_run() -> None:
+    means = {"loss": torch.ones(3), "grad_norm": torch.tensor([1.0, math.inf, 1.0])}
+    window, scaler = SimpleNamespace(means=lambda: means, steps=range(3)), SimpleNamespace(is_enabled=lambda: True)
+    trainer: Any = SimpleNamespace(window_ends=True, window=window, scaler=scaler)
+    guard = callbacks.NanGuard()
+    guard.after_step(trainer)
+    assert guard.overflows == 0
 
 
 def test_an_error_of_a_step_that_is_kept_keeps_no_loader_process(

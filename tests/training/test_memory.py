@@ -116,6 +116,36 @@ def test_the_gradients_of_earlier_micro_batches_are_counted(
     assert copies == [2, 3], "AdamW's two, and the gradients"
 
 
+def test_auto_batch_begins_where_the_session_before_ended_and_counts_no_copy_twice(
+    settings: Callable[..., recipe.Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[tuple[int, int]]()
+
+    def fits(objective: nn.Module, part: Any, accelerator: Any, held: int, reserve: float) -> bool:
+        tried.append((len(part.images), held))
+        return True
+
+    monkeypatch.setattr(memory, "_fits", fits)
+    given = settings(tmp_path, "training.auto_batch=true")
+    engine: Any = SimpleNamespace(device=torch.device("cpu"))
+    batch: Any = SimpleNamespace(images=range(8), lane_size=1)
+    batch.split = lambda count: [SimpleNamespace(images=range(8 // count))]
+    objective: Any = nn.Linear(2, 2)
+    objective.whole_batch = False
+    found = memory.find_accumulation(objective, batch, engine, given.training, given.optim, least=4, begun=True)
+    assert (found, tried) == (4, [(2, 1)]), "the optimizer holds its copies already, and no gradients"
+
+
+def test_a_trial_leaves_running_statistics_as_they_are() -> None:
+    objective: Any = nn.BatchNorm1d(3)
+    engine: Any = SimpleNamespace(device=torch.device("cpu"))
+    before = [buffer.clone() for buffer in objective.buffers()]
+    with memory.undisturbed(objective, engine):
+        objective(torch.randn(8, 3)).sum().backward()
+    assert all(torch.equal(one, kept) for one, kept in zip(objective.buffers(), before, strict=True))
+    assert objective.weight.grad is None
+
+
 @pytest.mark.parametrize(
     ("message", "recognized"),
     [

@@ -221,7 +221,12 @@ def test_lars_agrees_with_a_reference_written_by_hand(decay: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "last"),
-    [("convnext_atto", "stages.3.blocks.1"), ("resnet10t", "layer4.0"), ("vit_tiny_patch16_224", "blocks.11")],
+    [
+        ("convnext_atto", "stages.3.blocks.1"),
+        ("resnet10t", "layer4.0"),
+        ("vit_tiny_patch16_224", "blocks.11"),
+        ("beit_base_patch16_224", "blocks.11"),  # with a norm after pooling
+    ],
 )
 def test_the_last_block_is_one_layer_below_the_head(name: str, last: str) -> None:
     with torch.device("meta"):
@@ -230,7 +235,7 @@ def test_the_last_block_is_one_layer_below_the_head(name: str, last: str) -> Non
     scales = {id(one): group["lr_scale"] for group in parameter_groups(objective, 0.1, 0.5) for one in group["params"]}
     found = {name: scales[id(one)] for name, one in encoder.network.named_parameters()}
     assert {scale for name, scale in found.items() if name.startswith(f"{last}.")} == {0.5}
-    assert {scale for name, scale in found.items() if name.startswith(("norm.", "head.norm."))} <= {1.0}
+    assert {scale for name, scale in found.items() if name.startswith(("norm.", "fc_norm.", "head.norm."))} <= {1.0}
 
 
 # --- the average of the weights ---

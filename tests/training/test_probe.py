@@ -44,7 +44,7 @@ def test_probing_leaves_the_training_as_it_is(train: Train, tmp_path: Path) -> N
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-def test_the_seconds_of_a_run_include_checkpoints_and_probes(
+def test_the_seconds_of_a_run_include_checkpoints_and_probes_but_those_of_a_step_no_probe(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = checkpoint.save
@@ -62,6 +62,7 @@ def test_the_seconds_of_a_run_include_checkpoints_and_probes(
     keys = ["probe.every=4", "probe.images=20", "probe.labels_per_class=1", "training.checkpoint_every=4"]
     run = train(tmp_path / "run", *keys)
     assert json.loads((run / "summary.json").read_text())["seconds"] > 3 * (0.5 + 0.5)
+    assert max(row.get("seconds_per_step", 0) for row in lines(run)) < 0.5 + 0.5
 
 
 def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(train: Train, digits: Path, tmp_path: Path) -> None:

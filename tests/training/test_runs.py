@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from ssl_vit.analysis import figures
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import RunError, Stopped, UserError
 from ssl_vit.models import factory
+from ssl_vit.records import SkippedSample
 from ssl_vit.training import checkpoint, loop
+from ssl_vit.training.callbacks import Dropped
 from ssl_vit.training.logging import RunLogger
 from ssl_vit.training.loop import Trainer
 from ssl_vit.training.signals import StopRequest
@@ -445,3 +448,11 @@ def test_a_process_that_a_checkpoint_does_not_know_keeps_its_own_seed(
     monkeypatch.setattr(checkpoint, "load", loaded)
     train(tmp_path / "run", *keys)
     assert torch.equal(*states) == (rank == 1), "one process saved; the second has the generator that it started with"
+
+
+def test_images_that_could_not_be_packed_are_counted_once_however_often_a_run_resumes() -> None:
+    sample = SkippedSample(shard="images", key="cut.png", reason="cut")
+    for step, counted in ((0, [sample]), (4, [])):
+        trainer: Any = SimpleNamespace(progress=SimpleNamespace(step=step), skips=[])
+        Dropped([sample]).start(trainer)
+        assert trainer.skips == counted

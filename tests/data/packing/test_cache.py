@@ -210,6 +210,21 @@ def test_tars_alone_are_parts_but_no_archive_beside_images(tmp_path: Path) -> No
     assert [open_shards(f"pets#{part}").samples for part in ("train", "test")] == [4, 4]
 
 
+def test_the_set_that_was_packed_first_stays_where_it_was_used_last(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two", "three"):
+        class_folders(tmp_path / name, each=8, first=1000 * len(name))
+    for spec in ("one", "two", "one"):
+        open_shards(spec)
+        cache._held.clear()  # as in another process
+    tars = sum(file.stat().st_size for file in own_cache.rglob("*.tar"))
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str((tars + 1000) / 2**30))
+    open_shards("three")
+    names = {path.name.split("-")[0] for path in own_cache.iterdir() if path.is_dir()}
+    assert names == {"one", "three"}
+
+
 def test_the_least_recently_used_set_goes_but_none_that_a_process_uses(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

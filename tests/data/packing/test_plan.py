@@ -99,6 +99,11 @@ def test_a_holdout_is_the_asked_share_of_each_class(labels: list[int], holdout: 
         assert held_out[label] == min(max(round(holdout * count), 1), count - 1)
 
 
+def test_shards_of_the_test_part_are_about_as_large_as_those_of_train() -> None:
+    found = planned([0, 1] * 50, holdout=0.2, shards=8)
+    assert {part: len(shards) for part, shards in found.items()} == {"train": 8, "test": 2}
+
+
 def test_the_test_part_is_the_same_for_every_subset_and_order() -> None:
     labels = [0, 1, 2] * 40
     whole = planned(labels, holdout=0.25)

@@ -154,6 +154,19 @@ def test_another_source_or_version_does_not_resume(
         pack(open_source(str(images)), out, OPTIONS)
 
 
+def test_parts_of_two_packings_are_not_one(tmp_path: Path) -> None:
+    """The test part of another holdout may hold images of this one's training part."""
+    for number in range(20):
+        write(tmp_path / "images" / "ab"[number % 2] / f"{number}.png", encoded("PNG", number))
+    source, (one, other) = open_source(str(tmp_path / "images")), (tmp_path / "one", tmp_path / "other")
+    for seed, out in enumerate((one, other)):
+        pack(source, out, Options(holdout=0.2, seed=seed), progress=False)
+    shutil.rmtree(one / "test")
+    shutil.copytree(other / "test", one / "test")
+    with pytest.raises(UserError, match=r"other shards \(different seed\)"):
+        pack(source, one, Options(holdout=0.2), progress=False)
+
+
 def test_an_overwriting_that_is_killed_leaves_an_unfinished_set(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,16 @@ def test_a_transformers_folder_computes_what_it_did(
         torch.testing.assert_close(ours(images), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_what_a_transformers_folder_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
+    transformers_folder(tmp_path / "hf", "ViTModel", {"do_normalize": False})
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: config[key] for key in config.keys() - {"layer_norm_eps", "hidden_act"}}))
+    import_weights(str(tmp_path / "hf"), tmp_path / "out")
+    ours: Any = load(tmp_path / "out")
+    assert (ours.norm_eps, ours.mean, ours.std) == (1e-12, (0.0,) * 3, (1.0,) * 3), "pixels are not normalized"
+
+
 def test_transformers_mae_keeps_the_encoder_and_needs_no_transformers(
     tmp_path: Path, pixels: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
