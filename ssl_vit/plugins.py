@@ -33,6 +33,7 @@ _KINDS = {
     "evaluators": ("ssl_vit.evaluators", "Evaluator", "evaluator"),
     "sources": ("ssl_vit.data.packing.sources", "open_images", "source"),
 }
+_OF_OBJECTIVES = ("needs_labels", "least_views", "whole_batch", "noise_per_sample", "summarize")  # of the base class
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
 
 
@@ -127,7 +128,7 @@ def _check(module: Any, attribute: str, member: str, what: str) -> Any:
         raise UserError(f"{what}: neither the class nor its module defines a Config")
     if member == "Objective" and not (isinstance(config, type) and issubclass(config, ObjectiveConfig)):
         raise UserError(f"{what}: its Config is not a subclass of ssl_vit.interfaces.ObjectiveConfig")
-    if member == "Objective" and not hasattr(defined, "needs_labels"):
+    if member == "Objective" and not all(hasattr(defined, name) for name in _OF_OBJECTIVES):
         raise UserError(f"{what}: derive it from ssl_vit.models.objective.Objective")
     if member == "Evaluator" and "seeds" not in getattr(config, "model_fields", {}):
         raise UserError(f"{what}: its Config has no seeds; derive it from ssl_vit.evaluators.base.LabeledConfig")

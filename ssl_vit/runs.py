@@ -128,7 +128,7 @@ def check(run: Path, settings: Recipe, data: str | None = None) -> None:
         if changed:
             raise UserError(
                 f"{run} holds a run of another recipe ({'; '.join(changed[:3])}): "
-                f"set run=PATH, delete {run}, or start from its weights with init_from={run}"
+                f"set run=PATH (with init_from={run} to start from its weights), or delete {run}"
             )
         if about and about.get("objective", "") != plugins.checksum("objectives", settings.objective.name):
             raise UserError(

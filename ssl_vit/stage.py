@@ -201,7 +201,7 @@ def _checkpoint_activations(encoder: factory.Encoder, accelerator: Engine) -> No
     try:
         encoder.network.set_grad_checkpointing(True)
     except (AssertionError, AttributeError):
-        raise UserError(f"training.checkpoint_activations: {encoder.name} does not support it; remove it") from None
+        raise UserError(f"training.checkpoint_activations: not supported by {encoder.name}; set it to false") from None
 
 
 def _draw_into(run: Path) -> Callable[[Objective, Batch, int], np.ndarray]:

@@ -88,6 +88,9 @@ def test_keys_of_an_objective_of_another_package(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
     found = CliRunner().invoke(cli.app, ["keys", "a_rotation:Objective"], catch_exceptions=False)
     assert found.exit_code == 0 and "angles" in found.output
+    (tmp_path / "a_bare_objective.py").write_text(OBJECTIVE.replace("(masked_patch.Objective)", ""))
+    with pytest.raises(UserError, match=r"derive it from ssl_vit\.models\.objective"):
+        CliRunner().invoke(cli.app, ["keys", "a_bare_objective:Objective"], catch_exceptions=False)
 
 
 def test_a_topic_is_listed_and_a_wrong_one_named() -> None:

@@ -62,13 +62,18 @@ def test_what_an_evaluator_lacks_is_named(
 
 
 @pytest.mark.parametrize(
-    ("base", "words"), [("", r"derive it from .*Objective"), ("(Base)", "its Objective lacks forward")]
+    ("base", "words"),
+    [
+        ("", r"derive it from .*Objective"),
+        ("(torch.nn.Module): needs_labels = True #", r"derive it from .*Objective"),
+        ("(Base)", "its Objective lacks forward"),
+    ],
 )
 def test_what_an_objective_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, words: str
 ) -> None:
     (tmp_path / "a_lacking_objective.py").write_text(
-        "from ssl_vit.interfaces import ObjectiveConfig as Config\n"
+        "import torch\nfrom ssl_vit.interfaces import ObjectiveConfig as Config\n"
         f"from ssl_vit.models.objective import Objective as Base\nclass Objective{base}: ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -114,7 +114,8 @@ def _config(topic: str) -> type[BaseModel]:
     except UserError as error:
         try:
             found = plugins.load("objectives", topic)
-        except UserError:
-            raise error from None
+        except UserError as problem:
+            is_objective = topic in plugins.names("objectives") or topic.endswith(":Objective")
+            raise (problem if is_objective else error) from None
     config: type[BaseModel] = found.Config
     return config

@@ -174,5 +174,6 @@ def _forward_seconds(recipe: Recipe, shards: ShardSet) -> float:
         return encoder.represent(batch.images, "mean", None)
 
     extract(ImageSet(context, "untrained", "train", images), forward, needs_labels=False)
-    times.append(time.perf_counter())
+    if len(times) == 1:  # one batch alone, without its reading
+        times.append(time.perf_counter())
     return (times[-1] - times[0]) / (batch_size * accelerator.num_processes * (len(times) - 1))

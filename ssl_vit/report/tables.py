@@ -154,7 +154,7 @@ def cost_table(comparison: Comparison) -> Shown:
         total = others.groupby("stage").sum()
         column = {f"{stage}, {name}": total[unit].get(stage) for stage in STAGES for unit, name in UNITS.items()}
         spent_there = [text(column.get(name)) for name in frame.index]
-        frame.insert(len(frame.columns), "References", spent_there, allow_duplicates=True)
+        frame.insert(len(frame.columns), "References, self-test", spent_there, allow_duplicates=True)
     title = "Cost: all pretrainings; all sweeps; all other trainings of evaluators"
     swept = {task.id for task in comparison.record.tasks if task.kind == "sweep"}
     if any(file.stem in swept for file in comparison.measured.files):

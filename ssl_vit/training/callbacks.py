@@ -2,7 +2,7 @@
 
 The non-finite guard comes first: it must see a window's losses before they are logged and before a checkpoint keeps
 weights that they spoiled. Then logging, checkpoint, stop on a signal, pictures, and the online probe with early
-stopping.
+stopping (`evaluators/online.py`).
 """
 
 from __future__ import annotations

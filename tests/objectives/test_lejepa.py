@@ -87,7 +87,7 @@ def test_batch_norm_is_torchs(spread: float) -> None:
 
 
 @pytest.mark.parametrize("dimensions", [1, 3, 8])
-def test_the_effective_rank_counts_dimensions(dimensions: int) -> None:
+def test_the_participation_ratio_counts_dimensions(dimensions: int) -> None:
     vectors = drawn(4000, dimensions) @ torch.linalg.qr(drawn(8, 8, seed=1)).Q[:dimensions] + 5
     assert float(participation_ratio(vectors)) == pytest.approx(dimensions, rel=0.02)
     assert float(participation_ratio(vectors * 1e-2)) == pytest.approx(dimensions, rel=0.02), "whatever their size"

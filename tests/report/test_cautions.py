@@ -43,13 +43,13 @@ def test_a_single_length_of_fine_tuning_is_a_caution(folder: Path) -> None:
     assert caution not in cautioned("of a dataset", arms=of_set, sweep=rates)
     extended = ARMS[0].model_copy(update={"evaluators": {"fine_tune": {"extra_steps": 1500}}})
     text = cautioned("extended", arms=[extended, *ARMS[1:]], training={"steps": 1200, "epochs": None}, sweep=rates)
-    assert f"{caution} (1,200 steps, 1,500 more for {ARMS[0].label})" in text and "needs a longer one" not in text
+    assert f"{caution} (1,200 steps, 1,500 more for {ARMS[0].label})" in text and "often has to be longer" not in text
     of_arm = {"fine_tune": {"sweep.training.steps": [4000]}}
     other = [ARMS[0].model_copy(update={"evaluators": of_arm}), *ARMS[1:]]
     lengths = f"({ARMS[0].label}: 4,000 steps; {ARMS[1].label}: 400 steps)"
     assert f"{caution} {lengths}" in cautioned("other", arms=other, sweep={"training.steps": [400]})
     text = cautioned("others", arms=longer, sweep=rates | {"training.steps": [100, 4000]})
-    assert "different ones" not in text, "both have their own"
+    assert "try different lengths" not in text, "both have their own"
     text = cautioned("unlike", arms=[longer[0], *ARMS[1:]], sweep=rates | {"training.steps": [100, 4000]})
     assert caution not in text and "sweeps try different lengths of fine-tuning" in text
     frozen = [replace(one, evaluator="few_shot") for one in two_arms(0.2)]

@@ -42,7 +42,7 @@ def test_activation_checkpointing_is_refused_where_it_would_change_running_stati
 def test_activation_checkpointing_is_refused_where_timm_has_none(digits: Path, tmp_path: Path) -> None:
     keys = [f"data.train={digits}", f"run={tmp_path}/run", "data.lanes=4", "encoder.name=crossvit_9_240"]
     keys += ["encoder.channels=1", "encoder.image_size=240", "training.checkpoint_activations=true"]
-    with pytest.raises(UserError, match="checkpoint_activations: crossvit_9_240 does not support it"):
+    with pytest.raises(UserError, match="checkpoint_activations: not supported by crossvit_9_240"):
         execution.train(recipe.load_recipe("supervised_resnet50", keys), quiet=True)
 
 
@@ -75,9 +75,8 @@ def test_a_dry_run_counts_the_memory_of_the_optimizer(
     def full(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
-    execution.dry_run(
-        settings(tmp_path)
-    )  # counts the FLOPs, which uses zeros_like, too; they are counted once per process
+    # Counts the FLOPs, which uses zeros_like, too; they are counted once per process.
+    execution.dry_run(settings(tmp_path))
     monkeypatch.setattr(torch, "zeros_like", full)
     with pytest.raises(UserError, match=r"does not hold a micro-batch"):
         execution.dry_run(settings(tmp_path))

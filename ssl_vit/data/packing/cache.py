@@ -33,7 +33,7 @@ from ssl_vit.data.packing.sources.base import Source
 from ssl_vit.data.places import check_outside, is_shards, names_of, part_of_shards, split_name
 from ssl_vit.data.shards.info import INFO
 from ssl_vit.files import expanded
-from ssl_vit.interfaces import UserError, printable
+from ssl_vit.interfaces import RunError, UserError, printable
 
 HOLDOUT = 0.2  # of each class or all images, for `#test` of data without splits
 _BESIDE = 3 << 10  # bytes of headers, padding, label and name that a shard holds beside each image
@@ -134,6 +134,8 @@ def _set(place: str, splits: Mapping[str, str | None], holdout: float = 0) -> Pa
                     print(f"note: {printable(note)}", file=sys.stderr)
                 _pack(place, sources, options, folder)
         finally:  # after an error, too: a notebook keeps the traceback, and with it the lock
+            with suppress(OSError):  # nothing could be packed
+                folder.rmdir()
             fcntl.flock(lock, fcntl.LOCK_UN)
         fcntl.flock(lock, fcntl.LOCK_SH)
     _held[folder] = lock
@@ -175,10 +177,13 @@ def _make_room(folder: Path, place: str, needed: int, lock: TextIO) -> None:
                 if _remove(path, locks[path]):
                     del sizes[path]
             if needed + sum(sizes.values()) <= limit * 2**30:
-                lock.truncate(0)
-                lock.write(str(needed))
-                lock.flush()
-                folder.mkdir(exist_ok=True)
+                try:
+                    lock.truncate(0)
+                    lock.write(str(needed))
+                    lock.flush()
+                    folder.mkdir(exist_ok=True)
+                except OSError as error:
+                    raise RunError(f"{folder.parent}: cannot write ({error.strerror})") from None
                 return
     raise UserError(
         f"{place}: {needed / 2**30:.1f} GiB do not fit into {folder.parent}, which may hold {limit:g} GiB; "
@@ -187,11 +192,13 @@ def _make_room(folder: Path, place: str, needed: int, lock: TextIO) -> None:
 
 
 def _size(path: Path, lock: Path) -> int:
-    """Bytes of a set; of one that is being packed at least those that it will have."""
+    """Bytes of a set; of one that another process is packing at least those that it will have."""
     written = sum(file.stat().st_size for file in path.rglob("*.tar"))
-    with suppress(OSError, ValueError):  # another user's, or one that is not begun
-        if not any(path.rglob(INFO)):
-            return max(written, int(lock.read_text()))
+    with suppress(PermissionError, ValueError), lock.open() as file:  # another user's, or nothing is reserved yet
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return max(written, int(file.read()))
     return written
 
 

@@ -247,19 +247,39 @@ def test_the_least_recently_used_set_goes_but_none_that_a_process_uses(
 def test_a_set_that_another_process_is_packing_counts_with_its_whole_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("one", "two"):
+    """Also between its parts."""
+    for name in ("one/train", "one/test", "two"):
         class_folders(tmp_path / name, each=8, first=1000 * len(name))
-    pack_one = cache._pack
+    pack_part, seen = cache.pack, list[Path]()
 
-    def pack(place: str, *arguments: Any) -> None:
-        if place == "one":
+    def pack(source: Any, folder: Path, *arguments: Any, **options: Any) -> None:
+        if folder.parent.name.startswith("one"):
+            seen.append(folder)
             with pytest.raises(UserError, match=r"two: .* do not fit"):
                 open_shards("two")
-        pack_one(place, *arguments)
+        pack_part(source, folder, *arguments, **options)
 
-    monkeypatch.setattr(cache, "_pack", pack)
-    monkeypatch.setenv("SSL_VIT_CACHE_GB", str(80_000 / 2**30))
-    assert open_shards("one").samples == 16
+    monkeypatch.setattr(cache, "pack", pack)
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str(150_000 / 2**30))
+    assert open_shards("one#train").samples == 16 and len(seen) == 2
+
+
+def test_what_could_not_be_packed_takes_no_room(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        class_folders(tmp_path / name, each=8, first=1000 * len(name))
+    for number in range(16):
+        write(tmp_path / f"broken/{number % 2}/{number}.png", bytes(1000))
+    open_shards("one")
+    tars = sum(file.stat().st_size for file in own_cache.rglob("*.tar"))
+    cache._held.clear()  # as in another process
+    monkeypatch.setenv("SSL_VIT_CACHE_GB", str(2.6 * tars / 2**30))
+    with pytest.raises(UserError):
+        open_shards("broken")
+    assert not [*own_cache.glob("broken-*")]
+    open_shards("two")
+    assert [*own_cache.glob("one-*")]
 
 
 def test_other_folders_stay_and_nothing_goes_for_what_can_never_fit(
