@@ -110,9 +110,9 @@ def test_seeds_are_added_until_the_maximum_and_a_kill_between_looks_changes_noth
     assert rows(quiet(saved)) == rows(found), "the saved recipe repeats the comparison, its looks included"
     with pytest.raises(UserError, match="--max-seeds"):
         quiet(recipe, until_decided=True, max_seeds=9)
-    with pytest.raises(UserError, match="other frozen_seeds"):
+    with pytest.raises(UserError, match="began with frozen_seeds"):
         quiet(mini(**FROZEN | {"frozen_seeds": [0, 5]}, run=str(tmp_path / "killed")))
-    with pytest.raises(UserError, match="other seeds"):
+    with pytest.raises(UserError, match="began with seeds"):
         quiet(mini(**FROZEN | {"seeds": [7, 8]}, run=str(tmp_path / "killed")))
 
     moved = (tmp_path / "killed").rename(tmp_path / "moved")

@@ -439,7 +439,7 @@ def test_labels_that_cannot_be_evaluated_on_are_named(
     study = load_comparison(mini(labels_per_class=[2, 60], evaluators={"knn": {}}))
     check(study, said.append)
     (note,) = said
-    assert "fewer than 60 images" in note and note.endswith(": 0, 1, 2, 3, 4, 5, 6, 7, 8, 9")
+    assert "fewer than 60 usable images" in note and note.endswith(": 0, 1, 2, 3, 4, 5, 6, 7, 8, 9")
     monkeypatch.setattr("ssl_vit.evaluators.labels.labels_of", lambda shards: np.full(shards.samples, 3))
     refused(mini(), "one class")
 

@@ -90,7 +90,7 @@ def test_sets_of_other_classes_have_no_labels_together(folder: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ([], "at least one set"),
+        ([], "the mixture is empty"),
         ([{"shards": "a", "weight": 1}, {"shards": "b"}], "every set of a mixture a weight, or none"),
         ([{"shards": "a", "weight": 0}], "greater than 0"),
         ([{"shards": "a", "wieght": 1}], "Extra inputs"),

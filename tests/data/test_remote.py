@@ -93,9 +93,9 @@ def test_an_object_without_a_declared_size_is_bounded_by_the_expected_one(server
 
 def test_an_endless_object_ends_at_a_limit(server: FaultyServer) -> None:
     server.always["x.tar"] = ("unsized", SIZE)
-    with pytest.raises(UserError, match=r"larger than the 107374 bytes .*data\.remote\.largest_gb"):
+    with pytest.raises(UserError, match=r"larger than the limit of 107374 bytes; .*data\.remote\.largest_gb"):
         read(server, REMOTE.model_copy(update={"largest_gb": 1e-4}))
-    with pytest.raises(UserError, match="larger than the 1000 bytes"):
+    with pytest.raises(UserError, match="larger than the limit of 1000 bytes"):
         fetch(f"{server.url}/x.tar", REMOTE, 1000)
     server.faults["x.tar"] = [("cut", 200_000)]
     assert fetch(f"{server.url}/x.tar", REMOTE, SIZE) == expected(server), "what a failed try received does not count"

@@ -67,7 +67,7 @@ def test_settings_that_train_something_else_are_refused(tuned: Tuned) -> None:
         ({"training": {"log_every": 5}}, "training: log_every has no effect"),
         ({"training": {"trackers": {}}}, "training: trackers has no effect"),
         ({"sweep": {"warmup_epochs": [1, 2], "optim.warmup_steps": [3, 4]}}, "sweep one of them"),
-        ({"augment": {"scale": [20, 100]}}, r"scale: shares of the image's area"),
+        ({"augment": {"scale": [20, 100]}}, r"scale: fractions of the image's area"),
     ):
         with pytest.raises(UserError, match=message):
             recipe.validate(fine_tune.Config, given)

@@ -210,7 +210,7 @@ def test_a_configuration_of_a_hub_dataset_is_named(tmp_path: Path, monkeypatch: 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "archive.zip").write_bytes(b"PK")
-    with pytest.raises(UserError, match=r"\.parquet or \.arrow"):
+    with pytest.raises(UserError, match=r"\.parquet and \.arrow"):
         open_source(str(tmp_path / "archive.zip"))
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(UserError, match="cannot be read as a dataset"):
