@@ -215,9 +215,12 @@ def test_the_set_that_was_packed_first_stays_where_it_was_used_last(
 ) -> None:
     for name in ("one", "two", "three"):
         class_folders(tmp_path / name, each=8, first=1000 * len(name))
-    for spec in ("one", "two", "one"):
-        open_shards(spec)
-        cache._held.clear()  # as in another process
+    for used, name in enumerate(("one", "two"), 10**9):
+        open_shards(name)
+        os.utime(next(own_cache.glob(f"{name}-*")), (used, used))
+    cache._held.clear()  # as in another process
+    open_shards("one")
+    cache._held.clear()
     tars = sum(file.stat().st_size for file in own_cache.rglob("*.tar"))
     monkeypatch.setenv("SSL_VIT_CACHE_GB", str((tars + 1000) / 2**30))
     open_shards("three")

@@ -100,7 +100,7 @@ def test_split_sub_folders_share_their_class_indices(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="choose split from: train, val"):
         open_source(str(tmp_path))
     for folder in (tmp_path, tmp_path / "train"):
-        with pytest.raises(UserError, match="no splits?.*test"):
+        with pytest.raises(UserError, match=r"no splits?.*test"):
             open_source(str(folder), split="test")
 
 
