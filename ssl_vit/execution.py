@@ -20,6 +20,7 @@ from ssl_vit import plugins, precision, progress, recipe, runs, stage
 from ssl_vit.analysis import loaded
 from ssl_vit.data.overlap import overlaps, saw_images
 from ssl_vit.data.shards import ShardSet, check_same_classes, dropped_from, open_shards, open_training
+from ssl_vit.dry_run import DryRun, measure
 from ssl_vit.environment import environment
 from ssl_vit.evaluators import runner
 from ssl_vit.evaluators.features import EvalContext
@@ -98,8 +99,8 @@ def _trained(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) 
     return run
 
 
-def dry_run(settings: Recipe) -> stage.DryRun:
-    """What `train` would do and cost, as `stage.dry_run` measures it. Raises UserError for what `train` refuses; bad
+def dry_run(settings: Recipe) -> DryRun:
+    """What `train` would do and cost, as `measure` finds it. Raises UserError for what `train` refuses; bad
     samples are seen where packing or the first two batches find them."""
     settings = precision.resolve(settings, progress.say)
     accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
@@ -107,7 +108,7 @@ def dry_run(settings: Recipe) -> stage.DryRun:
     with shared_errors():
         if accelerator.is_main_process:
             runs.check(settings.run_directory, settings, job.data)
-    return stage.dry_run(settings, shards, job=job)
+    return measure(settings, shards, job=job)
 
 
 def _job(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) -> tuple[ShardSet, loop.Job]:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "ssl_vit"
 # A package may import packages of lower rank, and its own modules.
 RANKS = {
     "__main__": 15, "cli": 14, "api": 13, "comparison": 12, "outcomes": 12, "execution": 11, "report": 10, "health": 10,
-    "evaluators": 9, "precision": 9, "stage": 8, "analysis": 7, "runs": 7, "environment": 6, "recipe": 6,
+    "evaluators": 9, "precision": 9, "dry_run": 9, "stage": 8, "analysis": 7, "runs": 7, "environment": 6, "recipe": 6,
     "objectives": 5, "training": 5, "models": 4, "data": 4, "results": 4, "records": 3, "arms": 3, "files": 2,
     "plugins": 2, "overrides": 2, "keys": 2, "progress": 2, "interfaces": 1, "__init__": 0,
 }  # fmt: skip

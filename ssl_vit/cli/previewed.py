@@ -11,7 +11,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ssl_vit.comparison.dry_run import ComparisonDryRun
-    from ssl_vit.stage import DryRun
+    from ssl_vit.dry_run import DryRun
 
 
 def stage(preview: DryRun, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from ssl_vit.comparison.plan import Plan
 from ssl_vit.comparison.record import arm_records
 from ssl_vit.comparison.weights import import_arms
 from ssl_vit.data.shards import ShardSet
+from ssl_vit.dry_run import DryRun, measure
 from ssl_vit.evaluators import ALL, Budget, runner
 from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.evaluators.labels import choose_labeled, labels_of
@@ -26,7 +27,6 @@ from ssl_vit.progress import Say, silent
 from ssl_vit.recipe import Recipe
 from ssl_vit.records import TaskRecord
 from ssl_vit.report.cautions import architecture_differences
-from ssl_vit.stage import DryRun, dry_run
 from ssl_vit.training.distributed import make_accelerator
 
 _TIMED_IMAGES = 256
@@ -99,7 +99,7 @@ def dry_run_comparison(study: Study, say: Say = silent) -> ComparisonDryRun:
     measured: dict[str, DryRun] = {}
     forward: dict[str, float] = {}  # seconds per image
     for arm, settings in plan.study.recipes.items():
-        measured[arm] = preview.arms[arm].pretraining = dry_run(settings, opened[plan.part(arm, "pretrain", 0)])
+        measured[arm] = preview.arms[arm].pretraining = measure(settings, opened[plan.part(arm, "pretrain", 0)])
     sweeps = {task.id: _trained(task) for task in plan.tasks if task.kind == "sweep" and task.labels_per_class != ALL}
     for task in missing:
         if task.kind == "pretrain":
@@ -140,7 +140,7 @@ def _add(
     def step(stage: Recipe) -> DryRun:
         key = stage.model_dump_json(exclude=_NO_MATTER)
         if key not in measured:
-            measured[key] = dry_run(stage, train, chosen)
+            measured[key] = measure(stage, train, chosen)
         return measured[key]
 
     if evaluator.trains_encoder:

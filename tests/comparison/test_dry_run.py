@@ -15,9 +15,9 @@ from ssl_vit.cli import app
 from ssl_vit.comparison import dry_run as module
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
+from ssl_vit.dry_run import measure
 from ssl_vit.interfaces import UserError
 from ssl_vit.models.vit import ViTEncoder
-from ssl_vit.stage import dry_run
 
 from .conftest import STEPS, Mini, quietly
 
@@ -43,9 +43,9 @@ def test_it_counts_tasks_and_hours_and_writes_nothing(
     def measured(recipe: Any, *shards: Any) -> Any:
         """Each kind of training really measured, and given a time of its own to count with."""
         times.append(recipe.objective.name)
-        return replace(dry_run(recipe, *shards), compute_seconds=float(len(times)), data_seconds=0.0)
+        return replace(measure(recipe, *shards), compute_seconds=float(len(times)), data_seconds=0.0)
 
-    monkeypatch.setattr(module, "dry_run", measured)
+    monkeypatch.setattr(module, "measure", measured)
     recipe = mini(arms=ARMS, labels_per_class=[2, 5], evaluators={"few_shot": {"labels_per_class": [1]}, **SWEEP})
     found = dry_run_comparison(load_comparison(recipe))
     assert found.missing == {"pretrain": 1, "sweep": 2 * 2, "measure": 2 * 2 * 2 + 3}

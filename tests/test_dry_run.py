@@ -7,13 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import ssl_vit
+from ssl_vit import dry_run as module
 from ssl_vit import health
 from ssl_vit.cli import app
+from ssl_vit.data import samples
+from ssl_vit.data.shards import open_training
 from ssl_vit.interfaces import UserError
+from ssl_vit.recipe import load_recipe
 from tests.data.packing.pictures import encoded, write
 
 
@@ -53,6 +58,25 @@ def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(few
     assert kept("training.batch_size=128") == pytest.approx(2 * whole, rel=0.05)
     assert kept("training.batch_size=64", "training.accumulate=2") == pytest.approx(whole / 2, rel=0.05)
     assert kept("training.batch_size=64", "training.checkpoint_activations=true") < 0.5 * whole
+
+
+def test_the_data_of_a_subset_are_timed_when_they_are_in_memory(
+    few_digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fine-tuning on few of many images reads them from shards once; that is a small part of its time."""
+    opened, original = list[object](), samples.open_picture
+
+    def open_picture(*arguments: Any) -> Any:
+        opened.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(samples, "open_picture", open_picture)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: len(opened) / 1000))  # seconds
+    settings = load_recipe("digits_ssl", [f"data.train={few_digits}/train", "training.batch_size=8"])
+    found = module.measure(settings, open_training(settings.data), np.arange(0, 400, 10))
+    assert found.data_seconds == 0
+    assert len(opened) == 40
+    assert module.measure(settings, open_training(settings.data)).data_seconds == 8 / 1000
 
 
 def test_doctor_names_what_would_stop_or_slow_a_run(

@@ -1,0 +1,111 @@
+"""The dry run of one training: what it would do and cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ssl_vit.data.order import LanePosition
+from ssl_vit.data.shards import ShardSet
+from ssl_vit.recipe import Recipe
+from ssl_vit.stage import build
+from ssl_vit.training import memory
+from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.flops import training_flops
+from ssl_vit.training.loop import Job
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a training would do and cost.
+
+    samples: number of images to train on. classes: number of classes; 0 where the shards name none.
+    workers: loader processes of each process.
+    epochs: passes over the images in all steps.
+    gflop_per_image: forward and backward pass.
+    weights_mib: memory of weights, gradients and optimizer.
+    activations_mib: memory of the activations of one micro-batch.
+    compute_seconds, data_seconds: time of one step for computing, and for reading its images.
+    """
+
+    run: str
+    device: str
+    samples: int
+    classes: int
+    workers: int
+    steps: int
+    epochs: float
+    parameters: int
+    gflop_per_image: float
+    weights_mib: float
+    activations_mib: float
+    compute_seconds: float
+    data_seconds: float
+    recipe: dict[str, Any]
+
+    @property
+    def step_seconds(self) -> float:
+        """Wall time of a step. Without loader processes, reading adds to it."""
+        times = self.compute_seconds, self.data_seconds
+        return max(times) if self.workers else sum(times)
+
+    @property
+    def hours(self) -> float:
+        """Wall time of the whole run."""
+        return self.steps * self.step_seconds / 3600
+
+
+def measure(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None, *, job: Job | None = None) -> DryRun:
+    """Take a few batches of a training and measure one micro-batch; no run is written.
+
+    subset: see `stage.build`.
+    job: what `stage.build` made of these; None: it is built here.
+
+    Times are this process's: the best of three forward and backward passes, not compiled, after a first one (fewer
+    where they take over 10 seconds), and the data of the second batch or, with `subset`, of one after two passes over
+    it or 3 seconds. Memory is that of the tensors that autograd keeps.
+    Raises UserError for anything that `stage.build` rejects, for unreadable data and for too little memory.
+    """
+    training = settings.training
+    # Of each weight: itself, its gradient, the optimizer's state and the moving average.
+    copies = 2 + memory.OPTIMIZER_COPIES[settings.optim.name] + bool(training.ema)
+    accelerator = make_accelerator(training.precision, training.timeout)
+    job = job or build(settings, shards, accelerator, subset=subset, quiet=True)
+    flops, parameters = training_flops(job.objective, settings.data.views), list(job.objective.parameters())
+    batches = job.batches([LanePosition()] * job.lanes)
+    start = time.perf_counter()
+    next(batches)
+    # Later passes over a subset read it from memory. Two, since lanes end their first one at different batches.
+    left = 0 if subset is None else 2 * len(subset) // training.batch_size
+    while left > 0 and time.perf_counter() - start < 3:  # seconds
+        next(batches)
+        left -= 1
+    start = time.perf_counter()
+    batch = next(batches)[0]
+    data_seconds = time.perf_counter() - start
+    module = job.objective.to(accelerator.device).train()
+    accumulate = memory.find_accumulation(module, batch, accelerator, training, settings.optim)
+    part = batch.split(accumulate)[0]
+    passes = [memory.forward_backward(module, part, accelerator)]
+    while len(passes) < 3 and sum(seconds for seconds, _ in passes) < 10:  # seconds
+        passes.append(memory.forward_backward(module, part, accelerator))
+    samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
+    return DryRun(
+        run=str(settings.run_directory),
+        device=str(accelerator.device),
+        samples=samples,
+        classes=len(shards.classes or ()),
+        workers=settings.data.workers,
+        steps=job.total_steps,
+        epochs=round(job.total_steps * training.batch_size / samples, 2),
+        parameters=sum(p.numel() for p in parameters),
+        gflop_per_image=round(flops / 1e9, 3),
+        weights_mib=round(sum(4 * p.numel() * (copies if p.requires_grad else 1) for p in parameters) / 2**20, 1),
+        activations_mib=round(passes[-1][1] / 2**20, 1),
+        compute_seconds=round(min(passes)[0] * accumulate, 4),
+        data_seconds=round(data_seconds, 4),
+        recipe=settings.model_dump(mode="json"),
+    )
