@@ -28,8 +28,8 @@ from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.sets import load_suite
 
 ROOT = Path(__file__).parent.parent.parent
-GUIDES, RESULTS = "recipes/README.md", "recipes/RESULTS.md"
-DOCUMENTS = ("README.md", GUIDES, RESULTS, "CONTRIBUTING.md", "tools/README.md", "ssl_vit/README.md")
+GUIDES, RESULTS, STUDIES = "recipes/README.md", "recipes/RESULTS.md", "recipes/STUDIES.md"
+DOCUMENTS = ("README.md", GUIDES, RESULTS, STUDIES, "CONTRIBUTING.md", "tools/README.md", "ssl_vit/README.md")
 RULES = [  # (pattern, how a line is checked instead of being run)
     (r"(python3 -m venv|\.ci/run|\S*pdoc|\S*pre-commit|tools/\w+\.sh)\b", "elsewhere"),  # tests/test_packaging.py
     (r"(\w+=\S+ )?python tools/\w+\.py", "begun"),  # runs for minutes
@@ -66,7 +66,7 @@ class Line(NamedTuple):
     text: str
 
     def rule(self) -> str:
-        if self.document == RESULTS:
+        if self.document == STUDIES:
             return "parsed"  # minutes to hours
         return next((how for pattern, how in RULES if re.match(pattern, self.text)), "none")
 

@@ -12,9 +12,9 @@ RECIPES = ROOT / "recipes"
 DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
 
 
-def sections() -> list[str]:
-    """Of RESULTS.md, without the introduction and the notes at the end."""
-    return re.split(r"^(?=## )", (RECIPES / "RESULTS.md").read_text(), flags=re.MULTILINE)[1:-1]
+def sections(document: str) -> list[str]:
+    """Without the introduction."""
+    return re.split(r"^(?=## )", (RECIPES / document).read_text(), flags=re.MULTILINE)[1:]
 
 
 def summaries() -> dict[str, str]:
@@ -22,7 +22,7 @@ def summaries() -> dict[str, str]:
     return {
         "README": (ROOT / "README.md").read_text(),
         "guides": (RECIPES / "README.md").read_text(),
-        "summary of RESULTS": sections()[0],
+        "summary of RESULTS": sections("RESULTS.md")[0],
     }
 
 
@@ -56,8 +56,8 @@ def kept_files(text: str) -> str:
     return "\n".join((RECIPES / name).read_text() for name in names)
 
 
-@pytest.mark.parametrize("section", sections()[1:], ids=lambda text: text.splitlines()[0])
-def test_a_section_of_results_repeats_its_kept_output(section: str) -> None:
+@pytest.mark.parametrize("section", sections("STUDIES.md"), ids=lambda text: text.splitlines()[0])
+def test_a_study_repeats_its_kept_output(section: str) -> None:
     kept = kept_files(section)
     tables, prose = split_tables(section)
     assert tables
@@ -67,7 +67,7 @@ def test_a_section_of_results_repeats_its_kept_output(section: str) -> None:
 
 
 def test_every_kept_output_has_its_command_in_the_results() -> None:
-    commands = re.findall(r"ssl-vit compare (\w+)", "".join(sections()[1:]))
+    commands = re.findall(r"ssl-vit compare (\w+)", "".join(sections("STUDIES.md")))
     assert {path.stem.split("-")[0] for path in (RECIPES / "results").glob("*.md")} <= set(commands)
 
 
