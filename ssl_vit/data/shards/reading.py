@@ -169,19 +169,22 @@ def _check_size(name: str, end: int, length: int) -> None:
 
 
 class _Headers:
-    """A file that `tarfile` reads headers from. It rejects seeks and reads that only a false size can ask for."""
+    """A file that `tarfile` reads headers from. It rejects seeks and reads that only a false size can ask for: newer
+    versions read a long header in parts."""
 
     def __init__(self, file: BinaryIO, length: int) -> None:
-        self.file, self.length, self.tell = file, length, file.tell
+        self.file, self.length, self.tell, self.bytes = file, length, file.tell, 0
 
     def seek(self, position: int) -> int:
         if not 0 <= position <= self.length:
             raise tarfile.ReadError(f"a header points to byte {position} of {self.length}")
+        self.bytes = 0  # of the headers of one member
         return self.file.seek(position)
 
     def read(self, size: int) -> bytes:
-        if not 0 <= size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {size} bytes")
+        self.bytes += size
+        if size < 0 or self.bytes > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.bytes} bytes or more")
         return self.file.read(size)
 
 

@@ -223,7 +223,8 @@ def test_overwrite_does_not_touch_other_sets_in_the_folder(tmp_path: Path) -> No
 
 
 def test_a_folder_that_cannot_be_written_is_named(unprivileged: Path) -> None:
-    source = few_digits(10)
+    write(unprivileged / "in" / "ant" / "1.png", encoded("PNG"))
+    source = open_source(str(unprivileged / "in"))
     (unprivileged / "locked").mkdir(mode=0o555)
     with pytest.raises(RunError, match=r"locked/out: packing stopped: .*Permission denied"):
         pack(source, unprivileged / "locked" / "out")
