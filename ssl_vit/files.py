@@ -85,13 +85,13 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def writable(folder: Path, otherwise: str) -> Path:
-    """The folder, created if it does not exist. Raises UserError, with what to do `otherwise`, where no file can be
+    """The folder, created if it does not exist. Raises RunError, with what to do `otherwise`, where no file can be
     written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"{folder}: cannot write there ({error.strerror}); {otherwise}") from None
+        raise RunError(f"{folder}: cannot write there ({error.strerror}); {otherwise}") from None
     return folder
 
 

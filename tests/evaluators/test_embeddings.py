@@ -122,12 +122,16 @@ def test_keys_that_are_not_utf8_are_escaped(weights: Path, tmp_path: Path, call:
         (["nowhere", "SHARDS", "--out", "e.parquet"], ["nowhere", "no such run"]),
         (["WEIGHTS", "nowhere", "--out", "e.parquet"], ["nowhere"]),
         (["WEIGHTS", "SHARDS", "--out", "e.csv"], ["out=e.csv", ".parquet or .npz"]),
-        (["nowhere", "SHARDS", "--out", "/dev/null/e.npz"], ["/dev/null: cannot write there"]),  # before embedding
     ],
 )
 def test_wrong_input_is_named(weights: Path, shards: Path, call: Call, arguments: list[str], parts: list[str]) -> None:
     code, error = call("embed", *({"WEIGHTS": weights, "SHARDS": shards}.get(word, word) for word in arguments))
     assert code == 2 and all(part in error for part in parts)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_embedding(call: Call) -> None:
+    code, error = call("embed", "nowhere", "SHARDS", "--out", "/dev/null/e.npz")
+    assert code == 1 and "/dev/null: cannot write there" in error
 
 
 def test_a_full_disk_is_named(

@@ -182,7 +182,7 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
     run = shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns("results"))
     (run / "results").write_text("a file")
     monkeypatch.setattr(execution, "make_context", None)
-    with pytest.raises(UserError, match=r"results: cannot write there .*; copy the weights"):
+    with pytest.raises(RunError, match=r"results: cannot write there .*; copy the weights"):
         execution.evaluate(run, "knn", f"{trained}/train", f"{trained}/test")
 
 
