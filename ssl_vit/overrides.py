@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ssl_vit.interfaces import UserError, first_line
+from ssl_vit.interfaces import UserError, errors_about, first_line
 
 MAX_BYTES, _MAX_DEPTH = 1 << 20, 50  # of a recipe file; deeper nesting crashes YAML's loader
 LENGTHS = {"steps", "epochs"}  # a length of training in one unit replaces that in the other
@@ -64,7 +64,8 @@ def merge(origin: str, *layers: Any, lengths: bool = True) -> DictConfig:
     merged = OmegaConf.create()
     for layer in layers:
         try:
-            layer = _dotted(OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer)
+            with errors_about(origin):
+                layer = _dotted(OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer)
             if lengths:
                 _drop_replaced(merged, layer)
             merged = OmegaConf.unsafe_merge(merged, layer)
