@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import tarfile
 from pathlib import Path
@@ -65,6 +66,22 @@ def test_hidden_files_are_ignored(tmp_path: Path) -> None:
         write_tar(tmp_path / "s.tar", [("d/._0.jpg", b"x"), ("d/0.jpg", b"y"), ("._1.jpg", b"x"), ("d/.x", b"")])
     )
     assert [sample.key for sample in shard.samples] == ["d/0"]
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_many_directories_in_a_row_are_ignored(tmp_path: Path, format: int) -> None:
+    """`tarfile` reads their headers, of more than 1 MiB together, without a seek."""
+    path = tmp_path / "s.tar"
+    with tarfile.open(path, "w", format=format) as tar:
+        for number in range(2200):
+            folder = tarfile.TarInfo(f"{number}/{'x' * 120}")
+            folder.type = tarfile.DIRTYPE
+            tar.addfile(folder)
+        image = tarfile.TarInfo("0.jpg")
+        image.size = 3
+        tar.addfile(image, io.BytesIO(b"abc"))
+    shard = opened(path)
+    assert [sample.key for sample in shard.samples] == ["0"] and not shard.damage
 
 
 def test_directories_and_links_are_ignored(tmp_path: Path) -> None:

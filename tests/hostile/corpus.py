@@ -272,6 +272,7 @@ SETS: dict[str, tuple[Build, str, bool]] = {
     "size_negative": (_replaced(_header("000032.png", _base256(-512))), "negative", True),
     "longname_huge": (_replaced(_header("././@LongLink", 8**11 - 1, b"L")), "header of", True),
     "longname_many": (_replaced((_header("././@LongLink", 700_000, b"L") + bytes(700_416)) * 2), "header of", True),
+    "longname_chain": (_replaced((_header("././@LongLink", 1, b"L") + bytes(512)) * 900), "recursion", True),
     "pax_huge": (_replaced(_header("pax", 8**11 - 1, b"x")), "header of", True),
     "pax_size": (_replaced(_pax(size=str(1 << 62))), "byte", True),
     "sparse": (_replaced(_sparse()), "sparse", True),

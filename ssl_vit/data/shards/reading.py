@@ -87,7 +87,7 @@ class ShardFile:
                 if extension.lower() in members:
                     self.duplicates.append(member)
                 members.setdefault(extension.lower(), span)
-        except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+        except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
             self.damage = str(error) or type(error).__name__
 
     def _members(self) -> Iterator[tuple[str, Span]]:
@@ -102,8 +102,10 @@ class ShardFile:
             self.end += _BLOCK + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if self.end < length and os.pread(descriptor, _BLOCK, self.end) != bytes(_BLOCK):
             self.file.seek(self.end)
-            with tarfile.open(fileobj=cast(IO[bytes], _Headers(self.file, length)), mode="r:") as tar:
+            headers = _Headers(self.file, length)
+            with tarfile.open(fileobj=cast(IO[bytes], headers), mode="r:") as tar:
                 for member in tar:
+                    headers.bytes = 0  # of the next member
                     if member.issparse() or member.size < 0:
                         raise tarfile.ReadError(f"{member.name[:80]} is a sparse member or of negative size")
                     if member.isreg():
@@ -169,8 +171,10 @@ def _check_size(name: str, end: int, length: int) -> None:
 
 
 class _Headers:
-    """A file that `tarfile` reads headers from. It rejects seeks and reads that only a false size can ask for: newer
-    versions read a long header in parts."""
+    """A file that `tarfile` reads headers from. It rejects seeks and reads that only a false size can ask for.
+
+    bytes: read for one member. Newer versions of `tarfile` read a long header in parts.
+    """
 
     def __init__(self, file: BinaryIO, length: int) -> None:
         self.file, self.length, self.tell, self.bytes = file, length, file.tell, 0
@@ -178,7 +182,6 @@ class _Headers:
     def seek(self, position: int) -> int:
         if not 0 <= position <= self.length:
             raise tarfile.ReadError(f"a header points to byte {position} of {self.length}")
-        self.bytes = 0  # of the headers of one member
         return self.file.seek(position)
 
     def read(self, size: int) -> bytes:
