@@ -59,14 +59,14 @@ class DryRun:
 
 
 def measure(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None, *, job: Job | None = None) -> DryRun:
-    """Take a few batches of a training and measure one micro-batch; no run is written.
+    """Measure the data of a training and one micro-batch; no run is written.
 
     subset: see `stage.build`.
     job: what `stage.build` made of these; None: it is built here.
 
-    Times are this process's: the best of three forward and backward passes, not compiled, after a first one (fewer
-    where they take over 10 seconds), and the data of the second batch or, with `subset`, of one after two passes over
-    it or 3 seconds. Memory is that of the tensors that autograd keeps.
+    Times are this process's. Computing: the best of three forward and backward passes, not compiled, after a first one
+    (fewer where they take over 10 seconds). Data: a batch after two passes over the images per loader process, after 3
+    seconds, or near the end of the training, whichever is first. Memory is that of the tensors that autograd keeps.
     Raises UserError for anything that `stage.build` rejects, for unreadable data and for too little memory.
     """
     training = settings.training
@@ -75,11 +75,14 @@ def measure(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None
     accelerator = make_accelerator(training.precision, training.timeout)
     job = job or build(settings, shards, accelerator, subset=subset, quiet=True)
     flops, parameters = training_flops(job.objective, settings.data.views), list(job.objective.parameters())
+    samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
     batches = job.batches([LanePosition()] * job.lanes)
     start = time.perf_counter()
     next(batches)
-    # Later passes over a subset read it from memory. Two, since lanes end their first one at different batches.
-    left = 0 if subset is None else 2 * len(subset) // training.batch_size
+    # Small sets are in memory after the first passes: lanes end theirs at different batches, and each loader process
+    # keeps the images that it read.
+    passes_of_all = 2 * max(1, settings.data.workers)
+    left = min(passes_of_all * samples // training.batch_size, job.total_steps) - 2
     while left > 0 and time.perf_counter() - start < 3:  # seconds
         next(batches)
         left -= 1
@@ -92,7 +95,6 @@ def measure(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None
     passes = [memory.forward_backward(module, part, accelerator)]
     while len(passes) < 3 and sum(seconds for seconds, _ in passes) < 10:  # seconds
         passes.append(memory.forward_backward(module, part, accelerator))
-    samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
     return DryRun(
         run=str(settings.run_directory),
         device=str(accelerator.device),

@@ -60,10 +60,10 @@ def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed(few
     assert kept("training.batch_size=64", "training.checkpoint_activations=true") < 0.5 * whole
 
 
-def test_the_data_of_a_subset_are_timed_when_they_are_in_memory(
+def test_data_are_timed_as_most_batches_of_the_training_read_them(
     few_digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fine-tuning on few of many images reads them from shards once; that is a small part of its time."""
+    """Few images are read from shards once, and then from memory."""
     opened, original = list[object](), samples.open_picture
 
     def open_picture(*arguments: Any) -> Any:
@@ -71,12 +71,17 @@ def test_the_data_of_a_subset_are_timed_when_they_are_in_memory(
         return original(*arguments)
 
     monkeypatch.setattr(samples, "open_picture", open_picture)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: len(opened) / 1000))  # seconds
-    settings = load_recipe("digits_ssl", [f"data.train={few_digits}/train", "training.batch_size=8"])
-    found = module.measure(settings, open_training(settings.data), np.arange(0, 400, 10))
-    assert found.data_seconds == 0
-    assert len(opened) == 40
-    assert module.measure(settings, open_training(settings.data)).data_seconds == 8 / 1000
+
+    def seconds(images: int, per_image: float, steps: int = 1000) -> float:
+        opened.clear()
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: len(opened) * per_image))
+        keys = [f"data.train={few_digits}/train", "training.batch_size=8", f"training.steps={steps}"]
+        settings = load_recipe("digits_ssl", keys)
+        return module.measure(settings, open_training(settings.data), np.arange(images)).data_seconds
+
+    assert seconds(40, 0.001) == seconds(400, 0.001) == 0
+    assert seconds(400, 0.001, steps=3) == 8 * 0.001  # every image once
+    assert seconds(400, 1) == 8  # after 3 seconds
 
 
 def test_doctor_names_what_would_stop_or_slow_a_run(

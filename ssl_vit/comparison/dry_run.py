@@ -138,7 +138,8 @@ def _add(
     chosen = np.unique(np.concatenate([choose_labeled(labels, budget, seed) for budget in budgets for seed in seeds]))
 
     def step(stage: Recipe) -> DryRun:
-        key = stage.model_dump_json(exclude=_NO_MATTER)
+        size = len(str(len(chosen)))  # few images are read from memory, many are not
+        key = f"{size} {stage.model_dump_json(exclude=_NO_MATTER)}"
         if key not in measured:
             measured[key] = measure(stage, train, chosen)
         return measured[key]
