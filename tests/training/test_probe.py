@@ -63,7 +63,7 @@ def test_the_seconds_of_a_run_include_checkpoints_and_probes_but_those_of_a_step
     keys = ["probe.every=4", "probe.images=20", "probe.labels_per_class=1", "training.checkpoint_every=4"]
     run = train(tmp_path / "run", *keys)
     assert json.loads((run / "summary.json").read_text())["seconds"] > 3 * (1000 + 1000)
-    assert max(row.get("seconds_per_step", 0) for row in lines(run)) < 1000 / 4
+    assert max(row.get("seconds_per_step", 0) for row in lines(run)) < 1000
 
 
 def test_the_probe_is_few_shot_on_other_images_of_the_same_shards(train: Train, digits: Path, tmp_path: Path) -> None:

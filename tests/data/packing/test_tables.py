@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub.constants
+import pandas as pd
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
@@ -311,6 +312,16 @@ def test_a_metadata_file_with_unusable_labels_is_an_error(tmp_path: Path, labels
         Image.new("RGB", (8, 8)).save(tmp_path / "set" / "other.png")
     with pytest.raises(UserError, match=message):
         open_source(spec)
+
+
+def test_labels_too_large_for_an_integer(tmp_path: Path) -> None:
+    """pandas 2 reads the column as strings, pandas 3 not at all."""
+    spec = described(tmp_path / "set", large := ["1", "100000000000000000000"])
+    if pd.__version__ < "3":
+        assert open_source(spec).classes == large
+    else:
+        with pytest.raises(UserError, match="cannot be read as a dataset"):
+            open_source(spec)
 
 
 def test_the_metadata_file_of_a_split_has_to_have_labels_too(tmp_path: Path) -> None:
