@@ -100,8 +100,8 @@ def _trained(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) 
 
 
 def dry_run(settings: Recipe) -> DryRun:
-    """What `train` would do and cost, as `measure` finds it. Raises UserError for what `train` refuses; bad
-    samples are seen where packing or the first two batches find them."""
+    """What `train` would do and cost, as `measure` finds it. Raises UserError for what `train` refuses; bad samples are
+    seen where packing, or the batches that are timed, find them."""
     settings = precision.resolve(settings, progress.say)
     accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
     shards, job = _job(settings, accelerator, quiet=True)

@@ -95,9 +95,9 @@ class ComparisonConfig(Config):
     jobs: local processes that run tasks (1: this process). They share the loader processes of `data.workers`.
     scheduler: address of a dask scheduler, such as tcp://host:8786, whose workers run the tasks. They share the
         directory that the command runs in, and are started there.
-    study: plot accuracy over pretraining `samples` or `flops`, one line per series. Arms are compared
-        only with baselines and arms of the same number of samples or FLOPs; arms under test also with supervised arms
-        and references.
+    study: plot accuracy over pretraining `samples` or `flops`, one line per series. Arms are compared only with
+        baselines and arms of the same number of samples or FLOPs; arms under test also with supervised arms and
+        references.
     controls: repeats with other random seeds, where no difference is expected: `frozen`, two untrained encoders under
         the first evaluator of frozen features, which costs little; true: also the first arm from scratch; false: none.
     pictures: attention, filters and reconstructions of every encoder (`ssl-vit inspect`).
