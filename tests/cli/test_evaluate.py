@@ -173,7 +173,7 @@ def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evalua
         (["--data", "x", "--suite", "local"], "--suite cannot be combined"),
         (["--suite", "transfr"], "transfr: no such suite"),
         (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
-        (["--data", "nowhere"], "nowhere: no such file or folder"),
+        (["--data", "nowhere"], "nowhere: no such file or folder in "),
         (["--per-class", "--json"], "are mutually exclusive"),
     ],
 )
