@@ -10,7 +10,6 @@ from shutil import copytree
 import pytest
 from PIL import Image
 
-from ssl_vit import execution
 from ssl_vit.comparison import run as comparison
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.interfaces import UserError
@@ -67,17 +66,6 @@ def test_folders_of_pretraining_images_are_labels_only_if_there_are_several(
     assert recipes["supervised"].data.places == ((f"{tmp_path}/more",) if labeled else (f"{few_digits}/train",))
     for shown in (said, notes):
         assert any("has 2 classes of its own, such as 2023:" in note for note in shown) == labeled
-
-
-@pytest.mark.parametrize("name", ["test/*.tar", "test/{000000..000001}.tar", "test"])
-def test_weights_that_were_trained_on_test_images_are_refused(
-    mini: Mini, few_digits: Path, tmp_path: Path, name: str
-) -> None:
-    keys = [f"data.train={few_digits}/{name}", f"run={tmp_path}/leak", *STEPS, "data.lanes=1"]
-    execution.train(load_recipe("digits_ssl", keys), quiet=True)
-    arms = {"leak": {"label": "leak", "weights": f"{tmp_path}/leak"}}
-    with pytest.raises(UserError, match=r"arms\.leak: .*images of the test set"):
-        comparison.check(load_comparison(mini(arms=arms)), pack=False)
 
 
 def test_a_run_that_labels_may_have_stopped_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,33 @@ def test_an_arm_trains_with_another_ones_total_compute(mini: Mini) -> None:
     assert hours["longer"] > 5 * hours["scratch"] > 0
 
 
+def extra(mini: Mini, ssl: dict[str, Any], **more: int) -> int:
+    """The steps that scratch with the compute of this arm trains longer."""
+    study = load_comparison(mini(arms=ARMS | {"ssl": ssl}, evaluators={"fine_tune": ONE["fine_tune"] | more}))
+    found = check(study).plan.study.evaluators["data", "fine_tune", "longer"]
+    assert isinstance(found, TrainedConfig)
+    return found.extra_steps
+
+
 def test_the_compute_of_all_views_is_given(mini: Mini) -> None:
-    def extra(views: int, **more: int) -> int:
-        lejepa = {"recipe": "digits_lejepa", "overrides": [*STEPS, "training.steps=40", f"data.views={views}"]}
-        study = load_comparison(mini(arms=ARMS | {"ssl": lejepa}, evaluators={"fine_tune": ONE["fine_tune"] | more}))
-        plan = check(study).plan
-        found = plan.study.evaluators["data", "fine_tune", "longer"]
-        assert isinstance(found, TrainedConfig)
-        return found.extra_steps
+    def lejepa(views: int) -> dict[str, Any]:
+        return {"recipe": "digits_lejepa", "overrides": [*STEPS, "training.steps=40", f"data.views={views}"]}
 
-    assert extra(4) == pytest.approx(2 * extra(2), rel=0.02)
-    assert extra(2, extra_steps=7) == extra(2) + 7
+    two = extra(mini, lejepa(2))
+    assert extra(mini, lejepa(4)) == pytest.approx(2 * two, rel=0.02)
+    assert extra(mini, lejepa(2), extra_steps=7) == two + 7
 
 
-def test_scratch_has_the_architecture_of_the_arm_with_its_compute(mini: Mini, few_digits: Path) -> None:
+def test_the_compute_of_the_images_that_pretraining_draws_from_is_given(mini: Mini) -> None:
+    keys = ["training.epochs=8", *(key for key in STEPS if "steps" not in key)]
+    few, many = (
+        {"label": "SSL", "recipe": "digits_ssl", "overrides": [*keys, f"data.samples={samples}"]}
+        for samples in (160, 320)
+    )
+    assert extra(mini, many) == pytest.approx(2 * extra(mini, few), rel=0.02)
+
+
+def test_scratch_has_the_architecture_of_the_arm_with_its_compute(mini: Mini) -> None:
     wider = {"recipe": "digits_ssl", "overrides": [*STEPS, "encoder.width=32"]}
     study = load_comparison(mini(arms={"wider": wider, **ARMS}, evaluators=ONE))
     rows = Plan(study).rows
@@ -93,23 +107,10 @@ def test_an_evaluator_of_another_package_may_be_unable_to_train_longer(
         check(study)
 
 
-def test_an_arm_without_a_recipe_has_no_steps_to_count(mini: Mini, few_digits: Path, tmp_path: Path) -> None:
-    quietly(mini(evaluators={"knn": {"ks": [1]}}))
-    (tmp_path / "run" / "ssl" / "recipe.yaml").rename(tmp_path / "recipe.yaml")
-    given = {"label": "given", "weights": str(tmp_path / "run" / "ssl")}
+def test_an_arm_without_a_recipe_has_no_steps_to_count(
+    mini: Mini, make_encoder: Callable[..., Any], saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    given = {"label": "given", "weights": str(saved(tmp_path / "given", make_encoder()))}
     arms = {**ARMS, "given": given, "longer": {"label": "longer", "compute_of": "ssl", "like": "given"}}
-    study = load_comparison(mini(arms=arms, evaluators=ONE, run=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"arms\.longer\.compute_of: arms\.given has no recipe"):
-        check(study)
-
-
-def test_the_compute_of_the_images_that_pretraining_draws_from_is_given(mini: Mini) -> None:
-    def extra(samples: int) -> int:
-        keys = ["training.epochs=8", *(key for key in STEPS if "steps" not in key), f"data.samples={samples}"]
-        ssl = {"label": "SSL", "recipe": "digits_ssl", "overrides": keys}
-        plan = check(load_comparison(mini(arms=ARMS | {"ssl": ssl}, evaluators=ONE))).plan
-        found = plan.study.evaluators["data", "fine_tune", "longer"]
-        assert isinstance(found, TrainedConfig)
-        return found.extra_steps
-
-    assert extra(320) == pytest.approx(2 * extra(160), rel=0.02)
+        check(load_comparison(mini(arms=arms, evaluators=ONE)))

@@ -285,17 +285,10 @@ def test_the_shipped_suites_are_whole(tmp_path: Path) -> None:
             load_suite(str(wrong))
 
 
-def test_a_suite_is_found_beside_the_recipe(mini: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.yaml").write_text("folder: packed\nsets: {one: {source: digits}}\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_comparison("demo_digits", ["data.folds=[]", "data.suite=~/own.yaml"]).folder == Path("packed")
-    study = load_comparison(mini(data={"suite": "own.yaml"}))
-    assert list(study.sets) == ["one"]
-    assert study.folder == Path("packed")
-
-
 def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.yaml").write_text("folder: packed\nsets: {one: {source: digits}}\n")
+    assert load_comparison("demo_digits", ["data.folds=[]", "data.suite=~/own.yaml"]).folder == Path("packed")
     keys = ["run=~/mine", "data.folder=~/sets", "arms.given={label: given, weights: ~/runs/x}"]
     study = load_comparison("demo_digits", keys)
     assert study.comparison.run_directory == tmp_path / "mine" and study.folder == tmp_path / "sets"

@@ -16,10 +16,9 @@ from ssl_vit.comparison import dry_run as module
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
 from ssl_vit.dry_run import measure
-from ssl_vit.interfaces import UserError
 from ssl_vit.models.vit import ViTEncoder
 
-from .conftest import STEPS, Mini, quietly
+from .conftest import Mini, quietly
 
 ARMS = {
     "ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": ["training.steps=60", "training.batch_size=32"]},
@@ -100,12 +99,6 @@ def test_in_words_and_as_json(mini: Mini, monkeypatch: pytest.MonkeyPatch, tmp_p
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)
     assert found["arms"]["ssl"]["pretraining"]["steps"] == 2
     assert not (tmp_path / "run").exists()
-
-
-def test_what_would_stop_the_comparison_stops_it(mini: Mini) -> None:
-    arms = ARMS | {"ssl": {"label": "SSL", "recipe": "digits_ssl", "overrides": [*STEPS, "data.workers=9"]}}
-    with pytest.raises(UserError, match=r"data\.workers=9"):
-        dry_run_comparison(load_comparison(mini(arms=arms)))
 
 
 def test_features_are_timed_in_evaluation_batches(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:

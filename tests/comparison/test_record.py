@@ -75,7 +75,7 @@ def test_pretraining_on_test_images_is_refused(few_digits: Path, saved: Callable
     for same in (test, f"{test}/", f"{few_digits}/./test", f"{test}/*.tar", f"[{train},{test}]"):
         with pytest.raises(UserError, match=r"arms\.supervised: .*includes images of the test set"):
             pretrained_elsewhere(*keys, f"arms.supervised.data.train={same}")
-    settings = load_recipe("digits_ssl", [f"data.train={few_digits}/./test", f"run={tmp_path}/given"])
+    settings = load_recipe("digits_ssl", [f"data.train={test}/*.tar", f"run={tmp_path}/given"])
     (tmp_path / "given").mkdir()
     save(settings, tmp_path / "given" / "recipe.yaml")
     saved(tmp_path / "given", factory.build(settings.encoder))

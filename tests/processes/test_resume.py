@@ -123,16 +123,6 @@ def test_a_signal_ends_a_training_that_waits_for_data(world: World, digits: Path
     assert same(weights(run, *ALL), weights(whole, *ALL)) and losses(run) == losses(whole)
 
 
-def test_ctrl_c_saves_first_and_leaves_with_1(world: World, digits: Path, tmp_path: Path) -> None:
-    run, keys = tmp_path / "run", ["training.steps=20000", "training.checkpoint_every=15"]
-    process = world(1, "command_line", "train", "digits_ssl", *settings(digits, run, *keys))[0]
-    while not saved(run) and process.process.is_alive():
-        time.sleep(0.01)
-    process.signal(signal.SIGINT)
-    assert process.wait(60) == 1, process.text
-    assert f"stopped by SIGINT; saved, run the same command to resume at step {saved(run)}" in process.text
-
-
 def test_an_evaluation_that_was_killed_resumes(world: World, digits: Path, tmp_path: Path) -> None:
     """What it had finished is not measured again, but for one damaged part."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

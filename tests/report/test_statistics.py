@@ -117,11 +117,6 @@ def test_fewer_pretrainings_than_seeds_are_the_unit() -> None:
     assert crossed_mean(d, pretrainings=range(6)) == paired_difference(a, b)
 
 
-def test_seeds_are_the_unit_of_a_single_pretraining() -> None:
-    a, b = simulated(6, 50)
-    assert crossed_mean(a.astype(float) - b, pretrainings=[3] * 6) == paired_difference(a, b)
-
-
 def test_of_two_arms_the_unit_is_the_pretraining_of_the_one_with_fewer() -> None:
     assert units_of([0, 0, 0], [0, 1, 2]) is None
     assert units_of([0, 1, 2, 0, 1, 2], [4, 5, 4, 5, 4, 5]) == [4, 5, 4, 5, 4, 5]
