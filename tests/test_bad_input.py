@@ -17,7 +17,6 @@ import yaml
 from PIL import Image
 
 import ssl_vit
-from ssl_vit.models import factory
 from tests.tars import encoded, write_tar
 
 Call = Callable[..., tuple[int, str]]
@@ -209,16 +208,6 @@ def test_unlabeled_images_pretrain_but_do_not_classify(call: Call, tmp_path: Pat
     assert code == 2 and "no label" in text
 
 
-def test_a_directory_with_a_run_of_another_recipe_is_refused(call: Call, shards: Path, tmp_path: Path) -> None:
-    assert call(*keys(shards))[0] == 0
-    code, text = call(*keys(shards, "optim.lr=0.5"))
-    assert code == 2 and "another recipe" in text and "optim.lr: 0.003 -> 0.5" in text
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").write_text("mine")
-    code, text = call(*keys(shards, "run=other"))
-    assert code == 2 and "not empty" in text and (tmp_path / "other" / "thesis.tex").read_text() == "mine"
-
-
 def test_labels_do_not_matter_to_pretraining(call: Call, tmp_path: Path) -> None:
     members: dict[str, bytes] = {}
     for n in range(16):
@@ -228,14 +217,6 @@ def test_labels_do_not_matter_to_pretraining(call: Call, tmp_path: Path) -> None
     assert code == 0 and "skipped" not in text
     frame = ssl_vit.embed("run", "words", workers=0)
     assert len(frame) == 16 and set(frame["label"]) == {-1}
-
-
-def test_a_run_does_not_resume_with_repacked_shards(call: Call, shards: Path) -> None:
-    assert call(*keys(shards))[0] == 0
-    write_tar(shards / "000002.tar", good_members(64, 16))
-    write_info(shards)
-    code, text = call(*keys(shards))
-    assert code == 2 and "other shards" in text
 
 
 def test_two_processes_do_not_train_in_one_directory(call: Call, shards: Path, tmp_path: Path) -> None:
@@ -257,21 +238,6 @@ def test_a_checkpoint_of_another_recipe_is_refused(call: Call, shards: Path, tmp
     assert code == 2 and "step_00000008" in text and "does not fit" in text
     code, text = call(*keys(shards, "run=third", f"init_from={tmp_path / 'wider'}"))
     assert code == 2 and "does not fit" in text
-
-
-def test_a_non_finite_loss_names_step_samples_and_the_last_checkpoint(call: Call, shards: Path, tmp_path: Path) -> None:
-    explode = [
-        "optim.lr=1e30",
-        "optim.warmup_steps=0",
-        "optim.clip_norm=0",
-        "training.steps=50",
-        "training.log_every=5",
-    ]
-    code, text = call(*keys(shards, *explode, "training.checkpoint_every=1", "training.log_every=1"))
-    assert code == 1 and "not finite at step" in text and "0000" in text
-    last = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
-    assert last and str(last[-1].relative_to(tmp_path)) in text
-    factory.load(last[-1])
 
 
 def test_a_command_gives_the_signals_back(call: Call) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssl_vit.files import atomic_file, checkpoints, new_folder, read_arrays, read_json, sha256, write_json, write_text
+from ssl_vit.files import atomic_file, checkpoints, new_folder, read_arrays, sha256, write_text
 
 
 def test_a_disk_that_refuses_leaves_the_old_file_and_nothing_beside_it(
@@ -27,12 +27,6 @@ def test_a_disk_that_refuses_leaves_the_old_file_and_nothing_beside_it(
         write_text(path, "other: 2\n")
     assert sha256(path) == digest and path.read_text(encoding="utf-8") == "é: 1\n"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_json_comes_back(tmp_path: Path) -> None:
-    content = {"a": [1, 2.5, None], "b": {"c": "ü"}}
-    write_json(tmp_path / "x.json", content)
-    assert read_json(tmp_path / "x.json") == content
 
 
 def test_an_encrypted_archive_of_arrays_is_a_value_error(tmp_path: Path) -> None:

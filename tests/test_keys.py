@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from ssl_vit import cli
 from ssl_vit.cli.keys import reference
-from ssl_vit.evaluators import fine_tune
 from ssl_vit.interfaces import Config, UserError
 from ssl_vit.keys import Key, keys
 
@@ -68,12 +67,6 @@ def test_keys_have_types_defaults_and_the_meanings_of_the_docstring() -> None:
         Key("many", "dict[str, section]", "", ""),
         Key("many.NAME.depth", "int", "3", "of it: in blocks."),
     ]
-
-
-def test_defaults_are_those_of_a_configuration_without_keys() -> None:
-    shown = {key.name: key.default for key in keys(fine_tune.Config)}
-    assert shown["optim.name"] == '"sgd"' and shown["training.steps"] == "500"
-    assert shown["sweep"] == '{"optim.lr": [0.001, 0.003, 0.01, 0.03]}'
 
 
 def test_the_page_is_current_and_explains_every_key() -> None:

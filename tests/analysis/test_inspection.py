@@ -84,24 +84,34 @@ def numbers_of(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "numbers.json").read_text()))
 
 
-def test_a_run_gets_every_picture(run: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("inspect", run, "--data", shards, "--distance-images", 10) == 0
+def test_a_run_gets_every_picture_and_the_numbers_of_its_first_readable_images(
+    run: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--images", 2, "--distance-images", 10, "--map-images", 12]
+    assert call("inspect", run, "--data", shards, *more) == 0
     out = run / "inspect"
     assert str(out / "index.html") in capsys.readouterr().out
     assert {path.stem for path in out.glob("*.png")} == PICTURES
     for path in out.glob("*.png"):
         with Image.open(path) as picture:
             assert min(picture.size) > 40 and len(set(picture.convert("L").getdata())) > 16
-
-
-def test_the_page_is_whole_and_asks_nothing_of_the_network(run: Path, shards: Path, tmp_path: Path) -> None:
-    assert call("inspect", run, "--data", shards, "--out", tmp_path / "out", "--images", 3) == 0
-    page = (tmp_path / "out" / "index.html").read_text()
+    page = (out / "index.html").read_text()
     assert page.count("data:image/png;base64,") == len(PICTURES)
-    assert not re.findall(r'(?:src|href)="(?!data:)', page) and "<script" not in page
+    assert not re.findall(r'(?:src|href)="(?!data:)', page) and "<script" not in page, "it asks nothing of the network"
     assert "Not available" not in page and "{{" not in page and "undefined" not in page
-    assert "first 3 of" in page and "000001" in page  # which sample was skipped
+    assert "first 2 of" in page and "000001" in page  # which sample was skipped
     assert "each of" not in page and "16×16 pixels in a grid of 4×4 patches" in page.replace("&times;", "×")
+    found = numbers_of(out)
+    assert [skip["key"] for skip in found["skipped"]] == ["000001", "000008", "000010"]
+    assert (found["images"], found["distance_images"], found["map_images"], found["step"]) == (2, 10, 12, 2)
+    assert found["neighbors"] == {"same_class": None, "maps": ["PCA"]}, "these images have no labels"
+    assert found["weights"] == str(run / "checkpoints" / "step_00000002")
+    good = [number for number in range(13) if number not in (1, 8, 10)]
+    stack = torch.stack([torch.from_numpy(pixels(number)).permute(2, 0, 1) for number in good])
+    # The recipe's evaluation_resize is 1.0, and 16 pixels the run's size.
+    resized = v2.functional.resize(stack, [16, 16], antialias=True)
+    distances = attention.attention_distance(factory.load(run), resized)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found["attention_distance"]["pixels"], distances, rtol=1e-6)
 
 
 def test_the_page_and_the_numbers_have_no_credentials_of_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,29 +126,18 @@ def test_the_page_and_the_numbers_have_no_credentials_of_urls(tmp_path: Path, mo
     }
 
 
-def test_the_numbers_are_those_of_the_first_readable_images(run: Path, shards: Path, tmp_path: Path) -> None:
-    more = ["--images", 2, "--distance-images", 10, "--map-images", 12]
-    assert call("inspect", run, "--data", shards, "--out", tmp_path, *more) == 0
-    found = numbers_of(tmp_path)
-    assert [skip["key"] for skip in found["skipped"]] == ["000001", "000008", "000010"]
-    assert (found["images"], found["distance_images"], found["map_images"], found["step"]) == (2, 10, 12, 2)
-    assert found["neighbors"] == {"same_class": None, "maps": ["PCA"]}, "these images have no labels"
-    assert found["weights"] == str(run / "checkpoints" / "step_00000002")
-    good = [number for number in range(13) if number not in (1, 8, 10)]
-    stack = torch.stack([torch.from_numpy(pixels(number)).permute(2, 0, 1) for number in good])
-    # The recipe's evaluation_resize is 1.0, and 16 pixels the run's size.
-    resized = v2.functional.resize(stack, [16, 16], antialias=True)
-    distances = attention.attention_distance(factory.load(run), resized)  # type: ignore[arg-type]
-    np.testing.assert_allclose(found["attention_distance"]["pixels"], distances, rtol=1e-6)
-
-
 def test_a_checkpoint_at_another_size_and_shape(run: Path, shards: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run, tmp_path / "run")
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("position_resampling: timm", "position_resampling: google"))
     step = shutil.copytree(run / "checkpoints" / "step_00000002", run / "checkpoints" / "best")
-    assert call("inspect", step, "--data", shards, "--out", tmp_path, "--image-size", "24x12", "--images", 2) == 0
-    found = numbers_of(tmp_path)
+    arguments = ["--data", shards, "--out", tmp_path / "out", "--image-size", "24x12", "--images", 2]
+    assert call("inspect", step, *arguments) == 0
+    found = numbers_of(tmp_path / "out")
     assert (found["weights"], found["step"]) == (str(step), 2), "whatever its folder is called"
     assert (found["image_size"], found["grid"]) == ([24, 12], [6, 3])
-    assert (tmp_path / "reconstructions.png").exists()
+    assert found["position_resampling"] == "google"
+    assert (tmp_path / "out" / "reconstructions.png").exists()
 
 
 def test_two_images_have_no_map(run: Path, shards: Path, tmp_path: Path) -> None:
@@ -146,16 +145,6 @@ def test_two_images_have_no_map(run: Path, shards: Path, tmp_path: Path) -> None
         assert call("inspect", run, "--data", shards, "--out", tmp_path, "--images", 2, "--map-images", images) == 0
         assert (tmp_path / "embedding_map.png").exists() == (tmp_path / "nearest_neighbors.png").exists() == there
         assert (numbers_of(tmp_path)["neighbors"] is not None) == there
-
-
-def test_positions_are_resampled_as_the_recipe_says(run: Path, shards: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    recipe = (copy / "recipe.yaml").read_text()
-    (copy / "recipe.yaml").write_text(recipe.replace("position_resampling: timm", "position_resampling: google"))
-    assert call("inspect", copy, "--data", shards, "--image-size", 24, "--images", 2) == 0
-    found = numbers_of(copy / "inspect")
-    assert found["position_resampling"] == "google"
 
 
 @pytest.mark.parametrize(

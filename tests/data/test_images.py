@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data import images as ours
 from ssl_vit.data.images import Pixels
-from ssl_vit.interfaces import BadSample, UserError
+from ssl_vit.interfaces import BadSample
 from tests.tars import encoded
 
 SIZES = [(64, 64), (80, 64), (64, 95), (37, 200), (20, 24), (224, 224)]
@@ -147,8 +147,3 @@ def test_damaged_exif_loses_no_image(kind: str) -> None:
     tags = struct.pack("<HHIHHHHII", 0x0112, 3, 1, 6, 0, 0x0132, 5, 1, 38) + struct.pack("<III", 0, 1, 2)
     damaged = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags
     assert torch.equal(pixels(exif=damaged), pixels().mT.flip(-1))
-
-
-def test_padding_beyond_the_image_is_refused() -> None:
-    with pytest.raises(UserError, match="padding=100000"):
-        train_transform(32, AugmentConfig(crop="shift", padding=100_000))

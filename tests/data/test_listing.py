@@ -156,13 +156,6 @@ def test_a_listed_shard_that_a_store_lacks_is_known_at_once(monkeypatch: pytest.
             list_shards("memory://plain", REMOTE)
 
 
-def test_a_packing_that_did_not_finish_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "000000.tar").write_bytes(b"")
-    (tmp_path / "packing.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"not finished, .*; run its `ssl-vit shards make` command again"):
-        list_shards(str(tmp_path), RemoteConfig())
-
-
 def test_side_files_of_tars_are_no_shards(digit_shards: Path, tmp_path: Path) -> None:
     shutil.copy(digit_shards / "000000.tar", tmp_path / "a.tar")
     for name in ("a.tar.md5", "a.tar.idx", "._a.tar", ".a.tar.Xy12ab", ".b.tar.gz"):
@@ -170,12 +163,6 @@ def test_side_files_of_tars_are_no_shards(digit_shards: Path, tmp_path: Path) ->
     assert list_shards(str(tmp_path), REMOTE)[0] == [str(tmp_path / "a.tar")]
     (tmp_path / "b.tar.gz").write_bytes(b"")
     assert len(list_shards(str(tmp_path), REMOTE)[0]) == 2, "compressed: an error when it is read"
-
-
-def test_a_listed_shard_that_is_not_there_is_known_at_once(folder: Path) -> None:
-    (folder / "shards" / "000003.tar").unlink()
-    with pytest.raises(UserError, match=r"1 of its 8 shards are missing \(000003\.tar\)"):
-        open_shards(str(folder / "shards"))
 
 
 def test_shards_that_info_json_does_not_list_are_refused(folder: Path) -> None:

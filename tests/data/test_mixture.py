@@ -101,11 +101,6 @@ def test_what_is_no_mixture_is_refused(train: Any, message: str) -> None:
         DataConfig(train=train)
 
 
-def test_a_missing_set_is_named(folder: Path) -> None:
-    with pytest.raises(UserError, match="nowhere"):
-        open_training(DataConfig(train=[f"{folder}/train", f"{folder}/nowhere"]))
-
-
 def test_an_image_that_is_repeated_before_its_set_ends_is_augmented_anew(folder: Path) -> None:
     data = mixture(folder, 1.0, 9.0)
     preprocess = Preprocess(train_transform(8, AugmentConfig(crop="center")), 1, 10, noise=1)

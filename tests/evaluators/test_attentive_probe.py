@@ -71,21 +71,6 @@ def test_it_finds_what_one_patch_holds(context: EvalContext) -> None:
     assert found.cost.images_seen == 200 * 64 and found.cost.flops > 0
 
 
-def test_the_scale_of_the_features_does_not_matter(context: EvalContext) -> None:
-    generator, config = np.random.default_rng(0), Config(steps=30, sweep={}, batch_size=64)
-    features = {split: patch_features(context, generator, split) for split in ("train", "test")}
-    scale = np.tile(generator.uniform(0.01, 20, context.trained.width), context.trained.patches)
-
-    def confidence(factor: np.ndarray | float, shift: float) -> np.ndarray:
-        for split, given in features.items():
-            changed = replace(given, vectors=(given.vectors * factor + shift).astype(np.float32))
-            context.features["trained", split, config.representation, None] = changed
-        (found,) = Evaluator(config).fit(ImageSet(context, "trained", "train"), 0)(ImageSet(context, "trained", "test"))
-        return np.asarray(found.prediction.confidence)
-
-    np.testing.assert_allclose(confidence(scale, 5.0), confidence(1.0, 0.0), atol=0.01)
-
-
 def test_seeds_sweep_and_references(trained: Path, context: EvalContext) -> None:
     given = ["steps=5", "labels_per_class=[2,5]", "seeds=[0,1]", "sweep={lr: [0.001, 0.01]}"]
     found = execution.evaluate(trained / "run", "attentive_probe", f"{trained}/train", f"{trained}/test", given)

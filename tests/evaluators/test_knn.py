@@ -64,13 +64,6 @@ def test_shares_of_the_votes_are_the_probabilities() -> None:
     assert shares == pytest.approx([max(votes.values()) for votes in expected], abs=1e-5)
 
 
-def test_of_equally_similar_neighbors_the_earlier_count() -> None:
-    train = np.repeat(np.eye(3, dtype=np.float32), [4, 4, 2], axis=0)
-    labels = np.array([5, 5, 9, 9, 9, 9, 9, 9, 2, 2])
-    assert accuracies(train, labels, train[:1], np.array([5]), ks=(2,)) == {2: 1.0}
-    assert accuracies(train[::-1], labels[::-1], train[:1], np.array([9]), ks=(2,)) == {2: 1.0}
-
-
 @pytest.mark.parametrize("budget", ["all", 4, "50%"])
 def test_the_evaluator_uses_the_labels_it_was_allowed(array_context: Build, budget: int | str) -> None:
     context = array_context((TRAIN_X, TRAIN_Y), (TEST_X, TEST_Y))
@@ -89,14 +82,6 @@ def test_a_comparison_uses_the_first_k(array_context: Build) -> None:
     context = array_context((TRAIN_X, TRAIN_Y), (TEST_X, TEST_Y))
     rows, _ = runner.evaluate(Evaluator(Config(ks=(1, 20, 5))), context)
     assert {row.variant for row in rows if row.primary} == {"k=1"}
-
-
-def test_a_k_of_the_training_set_or_more_counts_all_of_it() -> None:
-    for k in (60, 1000):
-        classes, shares = knn_votes(TRAIN_X, TRAIN_Y, TEST_X, ks=(k,), temperature=1.0)[k]
-        expected = naive_votes(60, 1.0)
-        assert classes.tolist() == [max(votes, key=lambda label: votes[label]) for votes in expected]
-        assert shares == pytest.approx([max(votes.values()) for votes in expected], abs=1e-6)
 
 
 def test_of_many_equally_similar_neighbors_the_earlier_count() -> None:

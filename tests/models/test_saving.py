@@ -111,15 +111,6 @@ def test_damaged_weights_are_reported_with_their_folder(
         load(folder)
 
 
-@pytest.mark.parametrize(("create", "message"), [(False, "no such run"), (True, f"no {WEIGHTS} there")])
-def test_missing_weights_are_reported(tmp_path: Path, create: bool, message: str) -> None:
-    path = tmp_path / "run"
-    if create:
-        path.mkdir()
-    with pytest.raises(UserError, match=message):
-        load(path)
-
-
 def test_wrong_weights_are_listed_by_name(make_encoder: Make, tmp_path: Path, saved: Make) -> None:
     folder = saved(tmp_path, make_encoder())
     tensors = load_file(folder / WEIGHTS)

@@ -21,19 +21,6 @@ from ssl_vit.objectives.patches import downsized_classes
 Make = Callable[..., Any]
 
 
-@pytest.mark.parametrize(
-    ("pixels", "expected"),
-    [
-        ([31, 32, 32, 32], 0),
-        ([31, 33, 31, 33], 1),
-        ([255, 255, 255, 254], 7),
-    ],
-)
-def test_the_mean_is_not_rounded_before_it_is_binned(pixels: list[int], expected: int) -> None:
-    image = torch.tensor(pixels, dtype=torch.uint8).reshape(1, 1, 2, 2)
-    assert mean_color_classes(image, 2).tolist() == [[expected]]
-
-
 def slow_classes(image_CHW: np.ndarray, patch: int, bits: int) -> list[int]:
     """Patch by patch and channel by channel in float64, as the paper's words go."""
     channels, height, width = image_CHW.shape

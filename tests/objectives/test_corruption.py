@@ -145,13 +145,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
         corrupt(tagged(4, 6), torch.zeros(3), **options)
 
 
-def test_no_shape_depends_on_the_data() -> None:
-    """On the meta device there are no values to branch on."""
-    noise, tokens = torch.rand(4, noise_needed(9, 4), device="meta"), torch.rand(4, 9, 5, device="meta")
-    found, indices = corrupt(tokens, torch.rand(5, device="meta"), 4, noise_BM=noise)
-    assert (found.shape, indices.shape) == ((4, 9, 5), (4, 4))
-
-
 def test_donors_are_uniform_where_other_patches_stay_as_they_are() -> None:
     """Which patch is given does not depend on whether one is."""
     counts = np.zeros(16)

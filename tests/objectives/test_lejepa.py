@@ -52,21 +52,10 @@ def test_sigreg_is_the_integral_over_each_direction_and_view() -> None:
     assert float(sigreg(projections, directions, points=201)) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.parametrize("images", [64, 1024])
-def test_sigreg_of_gaussian_projections_is_its_expected_value(images: int) -> None:
-    """For any number of images: the mean over 400 independent views."""
-    found = float(sigreg(drawn(images, 400, 4), unit(4, 16)))
+def test_sigreg_of_gaussian_projections_is_its_expected_value() -> None:
+    """The mean over 400 independent views."""
+    found = float(sigreg(drawn(64, 400, 4), unit(4, 16)))
     assert found == pytest.approx(GAUSSIAN, rel=0.1)
-
-
-def test_sigreg_rises_with_the_images_where_projections_collapse_or_are_not_gaussian() -> None:
-    directions = unit(4, 16)
-    point = 2 * integrate.quad(lambda t: (1 - math.exp(-t * t / 2)) ** 2 * math.exp(-t * t / 2), 0, 3)[0]
-    assert float(sigreg(torch.zeros(100, 2, 4), directions)) == pytest.approx(100 * point, rel=2e-3)
-    line = drawn(100, 2, 1).expand(-1, -1, 4)
-    assert float(sigreg(torch.ones(100, 2, 4), directions)) > 10 * GAUSSIAN
-    assert float(sigreg(line, directions)) > 3 * GAUSSIAN
-    assert float(sigreg(line, directions)) * 3 < float(sigreg(line.repeat(4, 1, 1), directions))
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-2])
@@ -121,12 +110,6 @@ def test_the_loss_is_the_weighted_sum_of_invariance_and_sigreg(
     torch.testing.assert_close(output.metrics["feature_rank"], participation_ratio(features))
     torch.testing.assert_close(output.metrics["projection_rank"], participation_ratio(projections.flatten(0, 1)))
     assert 1 < output.metrics["feature_rank"] <= 16 and 1 < output.metrics["projection_rank"] <= 8
-
-
-def test_equal_views_have_no_invariance_loss(objective: Objective, make_batch: Any) -> None:
-    images = make_batch(6).images.repeat_interleave(2, 0)
-    batch = make_batch(12, images=images, flip=torch.zeros(12, dtype=torch.bool), views=2)
-    assert float(objective(batch).metrics["invariance"]) < 1e-10
 
 
 def test_directions_are_unit_vectors_of_the_seed_and_the_step(

@@ -25,7 +25,7 @@ STAGES = {
     "masked patches": ("digits_ssl", "training.picture_every=2", "training.accumulate=2"),
     "relative positions": ("digits_ssl", "objective.name=masked_autoencoder", "encoder.positions=relative"),
     "supervised, bf16": ("digits_supervised", "training.precision=bf16"),
-    "LeJEPA": ("digits_ssl", "objective.name=lejepa", "data.views=2"),
+    "LeJEPA": ("digits_ssl", "objective.name=lejepa", "data.views=2", "data.augment.brightness=0.4"),
 }
 SHORT = ("training.steps=4", "encoder.depth=1")
 
@@ -91,19 +91,6 @@ def test_what_a_sharded_model_cannot_do_is_refused(
     monkeypatch.setattr(Engine, "is_fsdp2", True)
     with pytest.raises(UserError, match=rf"training\.{key}: {message}"):
         stage.build(asked, shards, engine)
-
-
-def test_lejepa_compiles_nothing_again_in_later_steps(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its random directions break the graph; the step's number, of which they depend, is in none of the parts."""
-    keys = ("encoder.depth=1", "objective.projector_width=32")
-    plain = dict(losses(train(tmp_path / "plain", *keys, name="digits_lejepa")))
-    compile_without_kernels(monkeypatch)
-    run = train(tmp_path / "compiled", "training.compile=true", *keys, name="digits_lejepa")
-    found = dict(losses(run))
-    assert counters["stats"]["unique_graphs"] <= 2, "12 steps"
-    assert len(found) == 12 and found == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.slow

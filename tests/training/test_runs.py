@@ -228,13 +228,6 @@ def test_a_finished_run_without_its_checkpoints_stays_as_it_is(train: Train, few
     assert (run / "metrics.jsonl").read_bytes() == before[str(run / "metrics.jsonl")][1]
 
 
-def test_timm_prepares_images_as_the_run_evaluates(train: Train, tmp_path: Path) -> None:
-    run = train(tmp_path / "run", "data.evaluation_resize=1.25")
-    about = timm.data.resolve_data_config(model=timm.create_model(f"local-dir:{run}", pretrained=True))
-    side = about["input_size"][1]
-    assert math.floor(side / about["crop_pct"]) == 1.25 * side
-
-
 @pytest.mark.parametrize(
     ("objective", "pooling"), [("masked_patch", "mean"), ("classification", "token"), ("lejepa", "mean")]
 )
@@ -242,7 +235,11 @@ def test_timm_and_load_return_the_vector_that_was_trained(
     train: Train, tmp_path: Path, objective: str, pooling: str
 ) -> None:
     own = () if objective == "masked_patch" else (f"objective.name={objective}", f"objective.pooling={pooling}")
-    run = train(tmp_path / "run", *own, *(("data.views=2",) if objective == "lejepa" else ()))
+    own += ("data.evaluation_resize=1.25", *(("data.views=2",) if objective == "lejepa" else ()))
+    run = train(tmp_path / "run", *own)
+    about = timm.data.resolve_data_config(model=timm.create_model(f"local-dir:{run}", pretrained=True))
+    side = about["input_size"][1]
+    assert math.floor(side / about["crop_pct"]) == 1.25 * side, "timm prepares images as the run evaluates"
     images = torch.randn(2, 1, 8, 8)
     networks: list[Any] = [timm.create_model(f"local-dir:{run}", pretrained=True).eval(), ssl_vit.load(run)]
     for network in networks:
@@ -411,19 +408,13 @@ def test_the_same_shards_under_another_name_resume(train: Train, digits: Path, t
     assert (run / "recipe.yaml").read_bytes() == before
 
 
-def test_the_display_names_the_run_directory(
-    settings: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    execution.train(settings(tmp_path / "second"), quiet=False)
-    captured = capsys.readouterr()
-    assert "second  1/12  loss " in captured.out + captured.err, "two runs of one recipe may print side by side"
-
-
 def test_a_run_shorter_than_its_warm_up_says_so(
     settings: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    execution.train(settings(tmp_path / "run", "training.steps=5"), quiet=False)
-    assert "note" not in capsys.readouterr().err
+    execution.train(settings(tmp_path / "second", "training.steps=5"), quiet=False)
+    captured = capsys.readouterr()
+    assert "note" not in captured.err
+    assert "second  1/5  loss " in captured.out + captured.err, "two runs of one recipe may print side by side"
     execution.train(settings(tmp_path / "short", "training.steps=4"), quiet=False)
     note = "note: optim.warmup_steps=5 exceeds the 4 steps of the run; lower it, or train longer"
     assert note in capsys.readouterr().err

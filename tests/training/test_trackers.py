@@ -32,10 +32,6 @@ def test_tensorboard_gets_what_the_log_holds(train: Train, tmp_path: Path) -> No
     expected = {row["step"]: row["loss"] for row in lines(run)}
     assert scalars(run, "loss") == pytest.approx(expected)
     assert {path.name.split(".")[0] for path in run.iterdir() if path.is_dir()} == {"checkpoints"}  # no clutter
-
-
-def test_no_trackers_replace_those_of_a_run(train: Train, tmp_path: Path) -> None:
-    run = train(tmp_path / "run", "training.trackers={tensorboard: {}}")
     assert load_recipe(run).training.trackers == {"tensorboard": {}}
     assert load_recipe(run, ["training.trackers={}"]).training.trackers == {}
 
