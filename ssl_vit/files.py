@@ -75,9 +75,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        if out.exists():
-            out.rmdir()  # empty; only POSIX would rename over it
-        unfinished.rename(out)
+        unfinished.rename(out)  # over an empty folder, too
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own
         raise RunError(f"{out}: cannot write there: {error}") from error
     finally:

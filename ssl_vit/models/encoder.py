@@ -128,7 +128,8 @@ class Encoder(nn.Module, ABC):
 
     def finish(self, vectors: torch.Tensor) -> torch.Tensor:
         """The norm that some models apply after pooling: (..., D) -> (..., D)."""
-        return vectors
+        finished: torch.Tensor = self.network.fc_norm(vectors) if hasattr(self.network, "fc_norm") else vectors
+        return finished
 
     def check_pooling(self, pooling: Pooling) -> None:
         """Raises UserError for an unknown pooling, and for one that reads the class token of a model without one."""

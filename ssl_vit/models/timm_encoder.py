@@ -138,7 +138,3 @@ class TimmEncoder(Encoder):
             pooled: torch.Tensor = self.network.forward_head(features, pre_logits=True)
             return pooled
         return self.pool(self._tokens(features), pooling)
-
-    def finish(self, vectors: torch.Tensor) -> torch.Tensor:
-        finished: torch.Tensor = self.network.fc_norm(vectors) if hasattr(self.network, "fc_norm") else vectors
-        return finished

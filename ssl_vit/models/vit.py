@@ -194,10 +194,6 @@ class ViTEncoder(Encoder):
         pick: Pick | None = (lambda tokens: tokens[:, :1]) if pooling == "token" else None
         return self.pool(self._run_blocks(self.enter(self.embed(images_BCHW)), pick, block), pooling)
 
-    def finish(self, vectors: torch.Tensor) -> torch.Tensor:
-        finished: torch.Tensor = self.network.fc_norm(vectors)
-        return finished
-
 
 def check_size(image_size: tuple[int, int], patch: int, key: str) -> None:
     """Raises UserError, naming the nearest sizes, unless `patch` (pixels) divides both sides."""

@@ -80,9 +80,6 @@ class Objective(BaseObjective):
             self.encoder.eval()  # no dropout, no running statistics
         return self
 
-    def noise_per_sample(self) -> int:
-        return 0
-
     def logits(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Images, 0..255 -> float32 class logits (B, classes)."""
         return self.head(self.encoder.represent(images_BCHW, self.config.pooling)).float()

@@ -137,9 +137,6 @@ class Objective(BaseObjective):
             nn.Linear(hidden, config.projection),
         )
 
-    def noise_per_sample(self) -> int:
-        return 0
-
     @torch.compiler.disable  # a compiler would make a program per step
     def directions(self, batch: Batch) -> torch.Tensor:
         """Unit vectors, float32 (D, K): a function of (seed, step), the same on all processes and devices."""

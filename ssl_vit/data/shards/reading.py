@@ -145,21 +145,14 @@ class ShardFile:
         return content
 
 
-def class_index(content: bytes) -> int | None:
-    """The whole number that a `.cls` member holds; None for anything else, and for more than a set has classes."""
-    text = content.decode("ascii", "replace").strip()
-    # Python rejects numbers with thousands of digits by itself.
-    is_number = text.removeprefix("-").isdecimal() and len(text) < 19
-    return int(text) if is_number and int(text) <= _MOST_CLASSES else None
-
-
 def decode_label(sample: Mapping[str, bytes], classes: int | None) -> int:
     """The sample's class index, -1 where it has no `.cls`. Raises BadSample for text or a class out of range."""
     if "cls" not in sample:
         return -1
-    label = class_index(sample["cls"])
-    if label is None:
-        raise BadSample(f"label {sample['cls'].decode('ascii', 'replace').strip()[:20]!r} is not a class index")
+    text = sample["cls"].decode("ascii", "replace").strip()
+    # Python rejects numbers with thousands of digits by itself.
+    if not text.removeprefix("-").isdecimal() or len(text) >= 19 or (label := int(text)) > _MOST_CLASSES:
+        raise BadSample(f"label {text[:20]!r} is not a class index")
     if label < 0 or (classes is not None and label >= classes):
         raise BadSample(f"label {label} is outside the classes 0..{classes - 1 if classes else '?'}")
     return label
