@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,19 +77,19 @@ def measure(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None
     job = job or build(settings, shards, accelerator, subset=subset, quiet=True)
     flops, parameters = training_flops(job.objective, settings.data.views), list(job.objective.parameters())
     samples = (settings.data.samples or shards.samples) if subset is None else len(subset)
-    batches = job.batches([LanePosition()] * job.lanes)
-    start = time.perf_counter()
-    next(batches)
-    # Small sets are in memory after the first passes: lanes end theirs at different batches, and each loader process
-    # keeps the images that it read.
-    passes_of_all = 2 * max(1, settings.data.workers)
-    left = min(passes_of_all * samples // training.batch_size, job.total_steps) - 2
-    while left > 0 and time.perf_counter() - start < 3:  # seconds
+    with closing(job.batches([LanePosition()] * job.lanes)) as batches:
+        start = time.perf_counter()
         next(batches)
-        left -= 1
-    start = time.perf_counter()
-    batch = next(batches)[0]
-    data_seconds = time.perf_counter() - start
+        # Small sets are in memory after the first passes: lanes end theirs at different batches, and each loader
+        # process keeps the images that it read.
+        passes_of_all = 2 * max(1, settings.data.workers)
+        left = min(passes_of_all * samples // training.batch_size, job.total_steps) - 2
+        while left > 0 and time.perf_counter() - start < 3:  # seconds
+            next(batches)
+            left -= 1
+        start = time.perf_counter()
+        batch = next(batches)[0]
+        data_seconds = time.perf_counter() - start
     module = job.objective.to(accelerator.device).train()
     accumulate = memory.find_accumulation(module, batch, accelerator, training, settings.optim)
     part = batch.split(accumulate)[0]

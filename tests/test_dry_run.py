@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,15 @@ def test_data_are_timed_as_most_batches_of_the_training_read_them(
     assert seconds(40, 0.001) == seconds(400, 0.001) == 0
     assert seconds(400, 0.001, steps=3) == 8 * 0.001  # every image once
     assert seconds(400, 1) == 8  # after 3 seconds
+
+
+def test_loader_processes_of_a_dry_run_are_measured_and_end(few_digits: Path) -> None:
+    settings = load_recipe("digits_ssl", [f"data.train={few_digits}/train", "data.workers=2", "training.batch_size=8"])
+    before = multiprocessing.active_children()  # other tests may keep a pool
+    found = module.measure(settings, open_training(settings.data))
+    assert found.workers == 2
+    assert found.step_seconds == max(found.compute_seconds, found.data_seconds), "they read beside the computation"
+    assert {*multiprocessing.active_children()} <= {*before}
 
 
 def test_doctor_names_what_would_stop_or_slow_a_run(
