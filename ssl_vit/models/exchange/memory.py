@@ -9,15 +9,14 @@ from typing import Any
 import timm
 import torch
 from timm.data import resolve_data_config
-from timm.models import get_model_args, get_model_input_config
 from torch import nn
 
-from ssl_vit.interfaces import UserError
+from ssl_vit.interfaces import UserError, pair
 from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange.imports import build, load_tensors
-from ssl_vit.models.exchange.sizes import Imported, square
-from ssl_vit.models.vit import ViTEncoder
+from ssl_vit.models.exchange.sizes import Imported, read_sizes, square
+from ssl_vit.models.vit import ViTEncoder, heads_of
 
 _CHANGED = "save a changed network with timm.models.save_for_hf(..., model_args=...) and use `ssl-vit import`"
 
@@ -25,7 +24,7 @@ _CHANGED = "save a changed network with timm.models.save_for_hf(..., model_args=
 def from_network(network: nn.Module) -> tuple[Encoder, float]:
     """A copy of a network that `timm.create_model` returned, in evaluation mode, and its `data.evaluation_resize`.
 
-    Mean, std and `crop_pct` are those of its `pretrained_cfg`.
+    Image size, mean, std and `crop_pct` are those of its `pretrained_cfg`.
     Raises UserError for a network that is not timm's, or that was changed after timm built it.
     """
     kind, cfg = type(network).__name__, getattr(network, "pretrained_cfg", None) or {}
@@ -34,15 +33,24 @@ def from_network(network: nn.Module) -> tuple[Encoder, float]:
         raise UserError(
             f"{kind}: neither ssl_vit.load nor timm.create_model made it; `ssl-vit import` reads its weights"
         )
-    about = resolve_data_config(pretrained_cfg=dict(cfg))
-    channels, *size = get_model_input_config(network)["input_size"]
-    arguments = get_model_args(network) | {"in_chans": channels, "img_size": square(size)}
-    # The head is not part of an encoder. A CNN's pools; another pooling than the mean gives other outputs below.
-    for key in ("num_classes", "features_only", *(["global_pool"] if not factory.is_vit(name) else [])):
-        arguments.pop(key, None)
-    if objects := sorted(key for key, value in arguments.items() if callable(value)):
-        raise UserError(f"{kind}: made with {', '.join(objects)}, which is not a number or a name; {_CHANGED}")
+    vit: Any = network
+    tensors, about = network.state_dict(), resolve_data_config(pretrained_cfg=dict(cfg))
+    size = pair(getattr(getattr(network, "patch_embed", None), "img_size", None) or about["input_size"][1:])
+    if factory.is_vit(name):
+        try:
+            arguments = read_sizes(tensors, kind, name, heads=heads_of(vit), image_size=size)
+        except LookupError as error:
+            raise UserError(f"{kind}: it has no tensor {error}, which a ViT here needs; {_CHANGED}") from None
+        if vit.global_pool in ("token", "avg"):
+            arguments |= {"global_pool": vit.global_pool, "fc_norm": not isinstance(vit.fc_norm, nn.Identity)}
+    else:
+        stem = tensors.get(f"{cfg.get('first_conv')}.weight")
+        arguments = {
+            "in_chans": about["input_size"][0] if stem is None else int(stem.shape[1]),
+            "img_size": square(size),
+        }
     # With another number of channels timm takes the mean over those of its pretrained_cfg, too.
+    channels = arguments["in_chans"]
     mean, std = (v if len(v) == channels else (sum(v) / len(v),) * channels for v in (about["mean"], about["std"]))
     imported = Imported(name, arguments, {}, mean, std)
     with torch.random.fork_rng(devices=[]):
