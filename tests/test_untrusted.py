@@ -46,6 +46,11 @@ def keys(digits: Path, *more: str) -> list[str]:
     return ["train", "digits_ssl", f"data.train={digits}", "run=run", "training.batch_size=16", *SMALL, *more]
 
 
+def test_the_bomb_works(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "boom")))
+    assert (tmp_path / "boom").exists()
+
+
 def test_no_file_of_a_checkpoint_is_unpickled(call: Call, digits: Path, tmp_path: Path) -> None:
     """Each file in turn is a pickle that runs, its checksum is right, and torch's own pickled metadata lies beside."""
     mark, length = tmp_path / "boom", ("training.steps=4", "training.checkpoint_every=2", "training.ema=0.5")

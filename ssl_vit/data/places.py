@@ -120,7 +120,7 @@ def part_of_shards(folder: Path, part: str) -> Path:
     whole, is_part, _ = str(folder).rpartition("#")
     if is_part and os.path.exists(whole):
         raise UserError(f"{folder} is one part; give {whole}, which has both, or the parts to train and test on")
-    here = "" if folder.is_absolute() else f" in {Path.cwd()}"  # a run's or a comparison's own names are relative to it
+    here = "" if folder.is_absolute() else f" in {Path.cwd()}"  # names in a saved recipe are looked up there, too
     raise UserError(
         f"{folder}: no such file or folder{here}; name images (a folder, a parquet file, hf:NAME) or shards "
         "with data=PLACE"

@@ -14,6 +14,7 @@ from ssl_vit.interfaces import UserError
 from ssl_vit.objectives.masked_autoencoder import Config, Objective
 from ssl_vit.objectives.patches import constant_l2
 
+DIGITS = {"image_size": 8, "channels": 1, "width": 32, "heads": 4, "position_std": 0.5}
 Make = Callable[..., Any]
 
 
@@ -232,6 +233,15 @@ def test_what_cannot_be_is_named(encoder: dict[str, Any], config: dict[str, Any]
     sizes = {} if "name" in encoder else {"name": "vit_tiny_patch16_224", "image_size": 16, "patch_size": 4}
     with pytest.raises(UserError, match=facts):
         Objective(factory.build(EncoderConfig(**(sizes | encoder))), Config(**config))
+
+
+def test_it_learns_real_digits(make_mae: Make, learned: Make) -> None:
+    objective = make_mae(encoder=DIGITS | {"patch_size": 2})
+    unseen = learned(objective, 60, 20)
+    with torch.no_grad():
+        output = objective(unseen)
+    constant = objective.summarize({name: m.double()[None] for name, m in output.metrics.items()})["constant_loss"]
+    assert output.loss.item() < 0.95 * constant.item()
 
 
 def test_the_constant_baseline_of_patches_of_one_value() -> None:
