@@ -79,6 +79,11 @@ def test_tasks_come_after_what_they_need_and_long_ones_first() -> None:
     assert set(plan.levels) == {0, 1, 2}
 
 
+def test_a_pretraining_is_in_the_directory_of_its_seed() -> None:
+    plans = [plan_of(f"seeds={seeds}") for seeds in ("[0,1,2]", "[1,0,2]", "[1,2]")]
+    assert len({plan.weights("ssl", 1, 0) for plan in plans}) == 1
+
+
 def test_more_label_budgets_of_an_evaluator_change_no_finished_training() -> None:
     fewer, more = (prints(plan_of(f"evaluators.fine_tune.labels_per_class={budgets}")) for budgets in ("[5]", "[5,20]"))
     assert not changed(fewer, {name: more[name] for name in fewer}) and len(more) > len(fewer)
