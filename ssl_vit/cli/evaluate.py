@@ -126,9 +126,9 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
     import pandas as pd
     from rich.console import Console
 
+    from ssl_vit.report.intervals import HALF_WIDTH
     from ssl_vit.report.runs import listed
     from ssl_vit.report.tables import Shown, rich_table
-    from ssl_vit.report.verdict import HALF_WIDTH
 
     names = [evaluation.results[0].data for evaluation in evaluations]
     frames = [evaluation.table.assign(labels=[*map(_words, evaluation.results)]) for evaluation in evaluations]

@@ -21,10 +21,11 @@ from ssl_vit.overrides import flatten
 from ssl_vit.recipe import Recipe, run_of, run_recipe
 from ssl_vit.report import tables
 from ssl_vit.report.export import markdown
+from ssl_vit.report.intervals import interval
 from ssl_vit.report.read import read_runs
 from ssl_vit.report.runs import Run, read_run, text
 from ssl_vit.report.summary import summarize
-from ssl_vit.report.verdict import interval, notes
+from ssl_vit.report.verdict import notes
 from ssl_vit.results import evaluations
 
 Facts = dict[str, object]  # None: unknown

@@ -88,7 +88,7 @@ def _narrow_interval(head: Difference) -> Iterator[str]:
     if points(wider) != points(e):
         yield (
             f"the variance between {head.unit}s is estimated as negative, so the interval is probably too narrow; with "
-            f"a variance of zero it would be {points(wider)}."
+            f"a variance of zero it would be {points(wider)}, which may still be too narrow."
         )
 
 

@@ -11,11 +11,12 @@ from pydantic_core import to_json
 
 from ssl_vit.interfaces import without_credentials
 from ssl_vit.report.costs import costs
+from ssl_vit.report.intervals import interval
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import flat, text, used
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import Shown, all_tables, sweep_table
-from ssl_vit.report.verdict import interval, notes, verdict
+from ssl_vit.report.verdict import notes, verdict
 
 SUFFIXES = {"html": ".html", "markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}

@@ -20,6 +20,7 @@ from ssl_vit.records import DataRecord
 from ssl_vit.report import export, tables
 from ssl_vit.report.classes import Classes, classes
 from ssl_vit.report.gallery import Gallery, gallery
+from ssl_vit.report.intervals import interval, several_budgets
 from ssl_vit.report.plots import (
     Curve,
     Style,
@@ -34,7 +35,7 @@ from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.runs import flat, metric_name, objective_name, pictures, used
 from ssl_vit.report.summary import Accuracy, EvaluationKey, Summary, summarize
 from ssl_vit.report.tables import Shown
-from ssl_vit.report.verdict import interval, notes, several_budgets, verdict
+from ssl_vit.report.verdict import notes, verdict
 
 _DETAILED = 6  # sections with pictures and classes: the page stays small
 _CONFUSIONS = 6  # arms with a confusion matrix

@@ -15,12 +15,13 @@ from ssl_vit.evaluators import budget_words
 from ssl_vit.interfaces import printable, printable_lines
 from ssl_vit.report.classes import BINS, Classes
 from ssl_vit.report.costs import STAGES, UNITS, costs
+from ssl_vit.report.intervals import interval
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import text
 from ssl_vit.report.self_test import self_tests
 from ssl_vit.report.statistics import points
 from ssl_vit.report.summary import EvaluationKey, Summary, summarize
-from ssl_vit.report.verdict import interval, needed, notes, verdict
+from ssl_vit.report.verdict import needed, notes, verdict
 
 CLASSES = 40  # most rows of a table of classes
 
@@ -115,7 +116,10 @@ def class_table(comparison: Comparison, by_class: Classes) -> Shown:
     frame.insert(0, "Class", [by_class.names[n] for n in shown], allow_duplicates=True)
     title = f"Test accuracy by class, %, with {budget_words(by_class.budget)}"
     if len(shown) < len(rows):
-        title += f": the {len(shown)} of {len(rows):,} classes that differ most between arms"
+        title += (
+            f": the {len(shown)} of {len(rows):,} classes whose accuracies differ most between arms, so that their "
+            "differences are partly chance"
+        )
     return Shown(title, frame)
 
 

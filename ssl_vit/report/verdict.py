@@ -6,64 +6,19 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 
-from ssl_vit.evaluators import ALL, budget_words
+from ssl_vit.evaluators import budget_words
 from ssl_vit.overrides import flatten
 from ssl_vit.report import sequential
 from ssl_vit.report.cautions import by_dataset, cautions, swept
 from ssl_vit.report.costs import compute
+from ssl_vit.report.intervals import draws_labels
 from ssl_vit.report.read import Comparison
 from ssl_vit.report.runs import joined, listed, metric_name, objective_name, text
 from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import Difference, Efficiency, Summary, declared_headline
 
-HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
 NO_HEADLINE = "no evaluator measures both the arm under test and its baseline"
 QUICK = "Quick run, a tenth of the steps with two seeds."
-
-
-def interval(comparison: Comparison, summary: Summary) -> str:
-    """What the intervals cover, and their confidence."""
-    rows = [*summary.accuracies, *summary.differences, *summary.means]
-    units = sorted({"pretrainings" if row.estimate.units < row.seeds else "seeds" for row in rows})
-    unit = "seeds (pretrainings, where an arm has several but fewer than seeds)" if len(units) > 1 else "".join(units)
-    pretrained = any(arm.kind == "pretrained" for arm in comparison.record.arms)
-    if pretrained and units == ["seeds"] and comparison.record.pretrainings == len(comparison.record.seeds) > 1:
-        unit = "seeds, each with its own pretraining,"
-    labels = "the draw of the labeled images from these training images, but " * _draws_labels(comparison)
-    sentence = (
-        f"± is the {HALF_WIDTH.format(unit or 'seeds')} (Student's t on a two-way random-effects analysis of variance; "
-        f"two arms are paired by seed and image). It covers {labels}no other training images."
-    )
-    sentence += " It does not cover another selection of settings by the sweeps." * bool(comparison.sweeps)
-    frozen = [one for one in comparison.record.evaluators.values() if not one.trains_encoder]
-    tried = [v for one in frozen for settings in one.settings.values() for v in settings.get("sweep", {}).values()]
-    if any(len(values) > 1 for values in tried):
-        sentence += " Probes of frozen features select their settings anew for each seed, which the interval covers."
-    if not comparison.separate:
-        sentence += " The recipe declares the headline"
-        if len(summary.means) > len(summary.headlines):
-            sentence += "; all other differences are exploratory, without adjustment for the number of pairs of arms"
-        sentence += ". Whether the recipe was changed after results had been seen is not recorded."
-        if len(comparison.record.metrics) > 1 or several_budgets(summary.differences):
-            sentence += (
-                " Differences at several label budgets, or headlines of several datasets, have intervals adjusted for "
-                "their number (Holm): one excludes zero where Holm's test rejects. They are called equivalent where "
-                "Bonferroni's interval, which is wider, lies within the margin."
-            )
-    if comparison.record.max_seeds:
-        sentence += f" With these looks, intervals of differences have {100 * comparison.confidence:.1f}% confidence."
-    said = {arm for head in summary.headlines for arm in head.fixed}
-    fixed = dict.fromkeys(arm for row in (*summary.means, *summary.differences) for arm in row.fixed)
-    if once := [comparison.label(arm) for arm in fixed if arm not in said]:
-        named = joined(once)
-        sentence += f" It does not cover other pretrainings or initializations of {named}: there is only one of each."
-    return sentence
-
-
-def several_budgets(differences: Sequence[Difference]) -> bool:
-    """Whether two arms are compared at several label budgets of one dataset and evaluator."""
-    pairs = [(row.place, row.arm, row.against) for row in differences]
-    return len(pairs) > len({*pairs})
 
 
 def has_headline(comparison: Comparison) -> bool:
@@ -104,7 +59,7 @@ def verdict(comparison: Comparison, summary: Summary) -> list[str]:
 def notes(comparison: Comparison) -> list[str]:
     """What a reader of the numbers must know besides the verdict."""
     pretrainings = comparison.record.pretrainings
-    labels = "the labeled images, " * _draws_labels(comparison)
+    labels = "the labeled images, " * draws_labels(comparison)
     seed = (
         f"A seed draws {labels}the initial classifier (from scratch, the initial network) and the order and "
         "augmentation of the images."
@@ -115,11 +70,6 @@ def notes(comparison: Comparison) -> list[str]:
     skipped = [f"{len(comparison.skipped)} sample(s) could not be used: {listed(comparison.skipped)}."]
     given = [*_saw_held_out(comparison), *_own_settings(comparison), *comparison.record.notes]
     return [seed, *given, *of_rows, *(skipped if comparison.skipped else [])]
-
-
-def _draws_labels(comparison: Comparison) -> bool:
-    """Whether any label budget is a part of the labeled images."""
-    return any(row.labels_per_class != ALL for row in comparison.table.results)
 
 
 def _saw_held_out(comparison: Comparison) -> Iterator[str]:
@@ -276,7 +226,8 @@ def _variance(comparison: Comparison, head: Difference) -> list[str]:
     if head.estimate.half_width is None:
         return []
     units, images, rest = (f"{share:.0%}" for share in head.estimate.variance_shares)
-    parts = f"{units} from {_units(comparison, head)}, {images} from test images, {rest} from their interaction"
+    named = _units(comparison, head) + " and their seeds" * (head.unit == "pretraining")
+    parts = f"{units} from {named}, {images} from test images, {rest} from their interaction"
     return [f"Estimated variance of this difference: {parts} and the residual."]
 
 

@@ -76,7 +76,7 @@ def test_seeds_that_differ_less_than_images_make_them_are_a_caution(spread: floa
     found = [*_narrow_interval(head)]
     assert len(found) == (spread < 1)
     for sentence in found:
-        _, _, half_width = sentence.removesuffix(".").rpartition(" ")
+        half_width = sentence.rpartition("± ")[2].partition(",")[0]
         assert float(half_width) > 100 * head.estimate.half_width + 0.1
         assert float(half_width) > 100 * 1.96 * 0.5 / math.sqrt(values.size), "that of independent values"
 

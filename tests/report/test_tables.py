@@ -21,11 +21,11 @@ from ssl_vit.interfaces import UserError, without_credentials
 from ssl_vit.records import ArmRecord, EvaluatorRecord, SkippedSample, TaskResult
 from ssl_vit.report.costs import costs
 from ssl_vit.report.export import environments, export, latex, markdown, provenance
+from ssl_vit.report.intervals import interval
 from ssl_vit.report.page import write_report
 from ssl_vit.report.read import Comparison, read
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import all_tables, columns, cost_table, place_tables, sweep_table, terminal
-from ssl_vit.report.verdict import interval
 from tests.report.made import ARMS, SUMMARY, SUPERVISED, SWEEP, row, two_arms, write_comparison, write_run
 
 

@@ -13,11 +13,12 @@ import pytest
 
 from ssl_vit.records import ArmRecord, DataRecord, Look
 from ssl_vit.report import sequential
+from ssl_vit.report.intervals import interval
 from ssl_vit.report.read import read
 from ssl_vit.report.statistics import plan, points
 from ssl_vit.report.summary import summarize
 from ssl_vit.report.tables import place_tables
-from ssl_vit.report.verdict import interval, notes, verdict
+from ssl_vit.report.verdict import notes, verdict
 from ssl_vit.results import Result, load, save
 from tests.report.made import (
     ARMS,
@@ -111,7 +112,7 @@ def test_pretrainings_are_the_unit_where_they_are_fewer_than_seeds(folder: Path)
     text = said(folder.parent / "again", rows)
     assert "(Fine-tuning, 2 pretrainings, 4 seeds, 100 test images)" in text
     assert "pretrained only once" not in text
-    assert "% from pretrainings, " in text
+    assert "% from pretrainings and their seeds, " in text
     each = [replace(one, pretraining_seed=one.seed) if one.arm == "ssl" else one for one in rows]
     assert summary(folder.parent / "each", each).headlines[0].unit == "seed"
 
@@ -151,10 +152,16 @@ def test_the_interval_is_described_by_the_units_and_the_confidence_that_were_use
     looks = tuple(Look(seeds=seeds, pretrainings=1, outcomes={}) for seeds in (2, 3))
     levels = sequential.levels([2 / 5, 3 / 5])
     text = described("looks", two_arms(0.2), looks=looks, max_seeds=5)
-    assert text.endswith(f"With these looks, intervals of differences have {100 * (1 - levels[-1]):.1f}% confidence.")
-    assert "confidence" not in described("none", two_arms(0.2))
+    assert f"With these looks, intervals of differences have {100 * (1 - levels[-1]):.1f}% confidence." in text
+    few = "intervals of more than 95% confidence cover the truth less often"
+    assert (
+        few in text and few in described("none", two_arms(0.2)) and few not in described("six", two_arms(0.2, seeds=6))
+    )
     alone = described("one", two_arms(0.2, budgets=(5,)))
-    assert "declares the headline." in alone and "xploratory" not in alone and "Holm" not in alone
+    assert "declares the headline." in alone and "xploratory" not in alone and "Holm" not in alone and few not in alone
+    assert "in one fold" not in alone and "selected runs" not in alone
+    swept = described("swept", two_arms(0.2), sweeps={"ssl": SWEEP, "scratch": SWEEP})
+    assert "whose selected runs are those of the first seed" in swept
     others = [*two_arms(0.2), *(replace(one, arm="supervised") for one in two_arms(0.1) if one.arm == "ssl")]
     more = described("others", others, arms=(*ARMS, SUPERVISED))
     assert "all other differences are exploratory" in more and "Holm" in more
@@ -372,6 +379,10 @@ def test_only_what_is_pretrained_in_each_fold_is_said_to_be(folder: Path) -> Non
     given = ARMS[0].model_copy(update={"kind": "weights"})
     for arm, once in ((ARMS[0], "was pretrained only once per fold: "), (given, "was pretrained only once: ")):
         text = said(folder / arm.kind, rows, arms=(arm,), folds=2, data=tests)
+        comparison = read([folder / arm.kind])
+        assert "a test image in one fold and a training image in the others" in interval(
+            comparison, summarize(comparison)
+        )
         assert once in text and "the untrained encoder was initialized only once: " in text.lower()
 
 
