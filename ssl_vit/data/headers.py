@@ -13,6 +13,7 @@ from ssl_vit.interfaces import BadSample
 
 # Pillow's warnings about images that it then rejects, or reads anyway; errors are raised.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+_SCANS = 500  # of a progressive JPEG; encoders write about ten
 
 
 def check_pixels(height: int, width: int, most: int = MAX_PIXELS) -> None:
@@ -24,6 +25,12 @@ def check_pixels(height: int, width: int, most: int = MAX_PIXELS) -> None:
             f"{height}x{width} pixels are more than the limit of {most}: scale it down (`shards make --resize`), or "
             "raise data.max_pixels for shards that hold it"
         )
+
+
+def check_scans(data: bytes) -> None:
+    """Raises BadSample for a JPEG with so many scans that decoding takes minutes: each goes through all pixels."""
+    if data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > _SCANS:
+        raise BadSample(f"more than {_SCANS} scans in one JPEG")
 
 
 def check_webp(data: bytes, most: int = MAX_PIXELS) -> None:
@@ -52,6 +59,7 @@ def open_header(data: bytes, formats: tuple[str, ...] = STORED_FORMATS, max_pixe
     """
     try:
         check_webp(data, max_pixels)
+        check_scans(data)
         image = Image.open(stream := io.BytesIO(data), formats=formats)
         check_pixels(image.height, image.width, max_pixels)
     except UnidentifiedImageError:

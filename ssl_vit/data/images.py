@@ -17,7 +17,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from ssl_vit.data import MAX_PIXELS, AugmentConfig, DataConfig
-from ssl_vit.data.headers import check_pixels, open_header
+from ssl_vit.data.headers import check_pixels, check_scans, open_header
 from ssl_vit.data.jpeg import Jpeg, orientation, unreadable, upright
 from ssl_vit.data.shards.info import IMAGE_EXTENSIONS
 from ssl_vit.interfaces import BadSample, Size, UserError, pair
@@ -73,6 +73,7 @@ def eight_bits(image: Image.Image) -> Image.Image:
 def _open(data: bytes, channels: int, max_pixels: int) -> Picture:
     if data.startswith(b"\xff\xd8") and channels in (1, 3):
         with suppress(ValueError):  # stray bytes between its markers: Pillow decides
+            check_scans(data)
             jpeg = Jpeg(data, channels)
             check_pixels(jpeg.height, jpeg.width, max_pixels)
             return jpeg

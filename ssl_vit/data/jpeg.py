@@ -33,6 +33,7 @@ _UPRIGHT: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 _BASELINE = (0xC0, 0xC1)  # start-of-frame markers of sequential Huffman coding: rows come top to bottom, once
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_BARE = {0x00, 0x01, *range(0xD0, 0xDA)}  # no length follows
 _ROWS = 16  # rows of a coding unit with 4:2:0 color; other subsamplings have 8 or 16
 _CONTEXT = 4  # rows below the last one that its color interpolation may look at
 _TAIL = 64  # bytes at the end among which the end mark must be, for a file to count as whole
@@ -138,6 +139,8 @@ def _scan(data: bytes) -> tuple[int, int, bool]:
         marker = data[offset + 1]
         if marker in _FRAMES:
             return offset + 2, marker, exif
+        if marker in _BARE:  # out of place here; libjpeg skips some, and would find another frame than this walk
+            break
         exif = exif or (marker == 0xE1 and data[offset + 4 : offset + 8] == b"Exif")
         # A marker may be preceded by any number of filling 0xFF bytes.
         offset += 1 if marker == 0xFF else 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")

@@ -275,11 +275,14 @@ def load(path: Path | str) -> Encoder:
 def _check_sizes(config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises ValueError for a configuration of far more parameters than there are, before memory is taken for them;
     `load_state` names the few that are missing."""
-    there, depth = sum(tensor.numel() for tensor in tensors.values()), config.get("model_args", {}).get("depth", 0)
+    there, arguments = sum(tensor.numel() for tensor in tensors.values()), config.get("model_args", {})
+    depths = [arguments.get(key, 0) for key in ("depth", "depths", "layers")]
+    depth = sum(sum(one) if isinstance(one, list) else one for one in depths)
     if depth <= len(tensors):  # else even their names would take long
         with torch.device("meta"):
-            described = sum(parameter.numel() for parameter in _from_config(config).network.parameters())
-        if described <= 2 * there + 2**20:
+            network = _from_config(config).network
+        parameters, buffers = (sum(one.numel() for one in of()) for of in (network.parameters, network.buffers))
+        if parameters <= 2 * there + 2**20 and buffers <= 16 * there + 2**24:
             return
     raise ValueError(f"{CONFIG} describes a larger model than {WEIGHTS} holds ({there:,} numbers)")
 

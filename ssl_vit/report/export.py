@@ -33,7 +33,8 @@ def export(comparison: Comparison, form: str) -> str:
     if form == "json":
         return json.dumps(without_credentials(as_json(comparison)), indent=1) + "\n"
     summary = summarize(comparison)
-    shown, mark, less = {"markdown": (markdown, "", "&lt;"), "latex": (latex, "% ", "<")}[form]
+    shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
+    plain = _escaped if form == "markdown" else str
     tables = [*all_tables(comparison, summary), sweep_table(comparison)]
     texts = [shown(table) for table in tables if len(table.frame)]
     title = comparison.record.title or comparison.record.name
@@ -43,9 +44,7 @@ def export(comparison: Comparison, form: str) -> str:
         interval(comparison, summary),
     ]
     last = [*notes(comparison), *provenance(comparison)]
-    before, after = (
-        [f"{mark}{' '.join(note.split())}\n".replace("<", less) for note in part] for part in (first, last)
-    )
+    before, after = ([f"{mark}{plain(' '.join(note.split()))}\n" for note in part] for part in (first, last))
     return without_credentials("\n".join([*before, *texts, *after]))
 
 
@@ -133,11 +132,13 @@ def provenance(comparison: Comparison) -> list[str]:
 def markdown(shown: Shown) -> str:
     """A caption and a pipe table."""
     cells = [list(shown.frame.columns), ["---"] * len(shown.frame.columns), *shown.frame.to_numpy().tolist()]
-    lines = [
-        " | ".join(" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in row) for row in cells
-    ]
-    title = shown.title.replace("<", "&lt;")
-    return "\n".join([f"**{title}**\n", *(f"| {line} |" for line in lines), ""])
+    lines = [" | ".join(_escaped(" ".join(cell.split())).replace("|", "\\|") for cell in row) for row in cells]
+    return "\n".join([f"**{_escaped(shown.title)}**\n", *(f"| {line} |" for line in lines), ""])
+
+
+def _escaped(text: str) -> str:
+    """Text for Markdown without tags and pictures, which a viewer would load."""
+    return text.replace("<", "&lt;").replace("![", "!\\[")
 
 
 def latex(shown: Shown) -> str:

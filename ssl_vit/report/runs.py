@@ -63,13 +63,15 @@ class Run:
         """Of an unfinished run that of its recipe; "" where neither says it."""
         objective = self._settings.get("objective")
         name = objective.get("name", "") if isinstance(objective, dict) else ""
-        return self.summary.objective if self.summary else str(name)
+        return self.summary.objective if self.summary else name if isinstance(name, str) else ""
 
     @property
     def starts_from(self) -> str | None:
         """The weights that its training started from, or its path where nothing says how its weights were trained."""
         start = self._settings.get("init_from")
-        return str(start) if start else None if self.recipe or self.summary else str(self.path)
+        if isinstance(start, str) and start:
+            return start
+        return None if self.recipe or self.summary else str(self.path)
 
     @property
     def _settings(self) -> dict[str, object]:

@@ -103,6 +103,8 @@ def defect(folder: Path) -> str | None:
     try:
         sums = [line.split("  ", 1) for line in (folder / _SUMS).read_text().splitlines()]
         for expected, name in sums:
+            if not (folder / name).is_file() or Path(name).name != name:
+                return f"{name} of {_SUMS} is not a file in it"
             if sha256(folder / name) != expected:
                 return f"{name} does not match its checksum"
         return None if sums else f"{_SUMS} is empty"

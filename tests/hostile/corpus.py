@@ -54,6 +54,20 @@ def jpeg(width: int, height: int) -> bytes:
     return data[:frame] + struct.pack(">HH", height, width) + data[frame + 4 :]
 
 
+def hidden_size() -> bytes:
+    """A JPEG of 30,000 x 30,000 pixels with a marker without a length, after which a careless reader finds 16 x 16."""
+    frame = b"\xff\xc0" + struct.pack(">HBHHB", 17, 8, 16, 16, 3) + b"\x01\x22\x00\x02\x11\x01\x03\x11\x01"
+    padding = bytes(0xFFE1 - 4) + frame  # the careless reader takes the next marker, FFE1, for the length of FFD0
+    return b"\xff\xd8\xff\xd0\xff\xe1" + struct.pack(">H", len(padding) + 2) + padding + jpeg(30000, 30000)[2:]
+
+
+def many_scans() -> bytes:
+    """A progressive JPEG that repeats its last scan."""
+    data = tars.encoded(Image.new("RGB", (16, 16)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * 1000 + data[-2:]
+
+
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -102,6 +116,8 @@ def images() -> dict[str, bytes]:
         "jpeg_header.jpg": jpeg(65500, 65500),
         "jpeg_large.jpg": jpeg(30000, 30000),
         "jpeg_zero.jpg": jpeg(0, 0),
+        "jpeg_hidden.jpg": hidden_size(),
+        "jpeg_scans.jpg": many_scans(),
         "png_bits.png": bilevel(13000),
         "png_header.png": png(2**31 - 1, 2**31 - 1),
         "png_short.png": png(9000, 9000),
@@ -166,8 +182,9 @@ def sound(folder: Path) -> Path:
 def with_images(folder: Path) -> Path:
     """A sound shard, and one with every hostile image."""
     sound(folder)
-    content = members(32, 15)
-    for number, (name, data) in enumerate([*images().items(), *harmless().items()]):
+    odd = [*images().items(), *harmless().items()]
+    content = members(32, 32 - len(odd))
+    for number, (name, data) in enumerate(odd):
         content |= {f"z{number:02d}_{name}": data, f"z{number:02d}_{name.partition('.')[0]}.cls": b"0"}
     write_tar(folder / "000001.tar", content)
     return folder
@@ -224,6 +241,13 @@ def _sparse_pax() -> bytes:
     return entry.tobuf(tarfile.PAX_FORMAT) + bytes(512)
 
 
+def _long_name(name: bytes) -> bytes:
+    """An empty member, and one past the end."""
+    blocks = (len(name) // 512 + 1) * 512
+    head = _header("././@LongLink", len(name) + 1, b"L") + name.ljust(blocks, b"\0")
+    return head + _header("name", 0) + _header("000032.png", 8**11 - 1)
+
+
 def _pax(**headers: str) -> bytes:
     entry = tarfile.TarInfo("000032.png")
     entry.size, entry.pax_headers = 512, headers
@@ -273,6 +297,7 @@ SETS: dict[str, tuple[Build, str, bool]] = {
     "longname_huge": (_replaced(_header("././@LongLink", 8**11 - 1, b"L")), "header of", True),
     "longname_many": (_replaced((_header("././@LongLink", 700_000, b"L") + bytes(700_416)) * 2), "header of", True),
     "longname_chain": (_replaced((_header("././@LongLink", 1, b"L") + bytes(512)) * 900), "recursion", True),
+    "longname_slashes": (_replaced(_long_name(b"x" + b"/" * 400_000 + b"y")), "ends at byte", True),
     "pax_huge": (_replaced(_header("pax", 8**11 - 1, b"x")), "header of", True),
     "pax_size": (_replaced(_pax(size=str(1 << 62))), "byte", True),
     "sparse": (_replaced(_sparse()), "sparse", True),
@@ -338,6 +363,7 @@ def weights(mark: Path) -> dict[str, bytes]:
         "nested.safetensors": safetensors(b"[" * 100_000),
         "claims.safetensors": safetensors(json.dumps({"cls_token": tensor}).encode()),
         "claims.npz": npz(**{"embedding/kernel": npy((2**40,))}),
+        "header.npz": npz(**{"embedding/kernel": b"\x93NUMPY\x01\x00" + struct.pack("<H", 64) + b"((((".ljust(64)}),
         "zip.pth": _zip("archive/data.pkl", 1 << 28),
         "empty.safetensors": b"",
     }
@@ -370,6 +396,7 @@ def runs(folder: Path) -> dict[str, Path]:
         "summary_kind": ("summary.json", "[]"),
         "plan": ("plan.json", "[" * 50_000),
         "plan_empty": ("plan.json", "{}"),
+        "aliases": ("recipe.yaml", f"{RECIPES['aliases']}objective: {{name: *a7}}\ninit_from: *a7\n"),
         "environment": ("environment.json", json.dumps({f"<script>{ESCAPE}": {"a": [1] * 1000}})),
     }
     for name, (file, text) in files.items():

@@ -126,10 +126,11 @@ def test_configurations_of_models(place: Path, tmp_path: Path) -> None:
 
 def test_results(tmp_path: Path) -> None:
     found = corpus.runs(tmp_path)
-    shown = {"metrics", "environment"}
+    shown = {"metrics", "environment", "aliases"}
     outcome = run(tmp_path, *(["report", folder] for folder in found.values()))
     harmless(outcome, *(0 if name in shown else 2 for name in found))
     assert "<script>" not in (tmp_path / "environment" / "report.html").read_text()
+    assert (tmp_path / "aliases" / "report.html").stat().st_size < 1 << 20
 
 
 def test_recipes(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def _reserve(folder: Path, part: Path, size: int, remote: RemoteConfig) -> bool:
         if held + size > limit:
             _say(folder, f"data.remote.cache_gb={remote.cache_gb:g} is too small for a shard of {size} bytes")
             return False
-        part.touch()
+        part.unlink(missing_ok=True)  # of a killed download, or a link to another file
+        part.touch(exist_ok=False)
         return True
 
 

@@ -37,7 +37,7 @@ class ShardEntry(_Model):
     sha256: "" where it is not known.
     """
 
-    file: str = Field(pattern=r"^[^/\\\x00]+$", max_length=255)
+    file: str = Field(pattern=r"^([^/\\\x00:]|:[^/\\\x00:])+:?$", max_length=255)  # fsspec chains file systems at `::`
     samples: int = Field(ge=0, le=_MOST_IN_SHARD)
     bytes: int | None = Field(None, ge=0, le=_MOST)
     sha256: str = Field("", pattern=_HASH)

@@ -6,6 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)")  # not a.tar.md5; compressed ones have a message
+_MOST_PATTERNS = 1_000_000  # of a brace range
 _MAKE_THEM = (
     "name images (data=PLACE, or --data: a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make "
     "SOURCE OUT`"
@@ -39,9 +41,12 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None
     store = _Remote(spec, remote) if "://" in spec else _Store(spec)
     try:
         # A path that exists is taken literally, with its braces.
-        patterns = [store.path] if store.exists(store.path) else list(braceexpand.braceexpand(store.path))
+        named = [store.path] if store.exists(store.path) else braceexpand.braceexpand(store.path)
+        patterns = [*islice(named, _MOST_PATTERNS + 1)]
     except ValueError as error:
         raise UserError(f"{spec}: {error}") from None
+    if len(patterns) > _MOST_PATTERNS:
+        raise UserError(f"{spec}: names more than {_MOST_PATTERNS:,} shards")
     if len(patterns) == 1 and store.is_folder(patterns[0]):
         return _folder(store, spec)
     names = [name for pattern in patterns for name in store.matching(pattern)]

@@ -78,9 +78,11 @@ class ShardFile:
 
         try:
             for member, span in self._members():
-                key, extension = base_plus_ext(member)
-                if key is None or key.endswith("/"):  # a hidden file, such as macOS's FOLDER/._NAME
+                folder, slash, name = member.rpartition("/")  # of a long path, its expression takes quadratic time
+                stem, extension = base_plus_ext(name)
+                if stem is None:  # a hidden file, such as macOS's FOLDER/._NAME, or one without an extension
                     continue
+                key = folder + slash + stem
                 if not self.samples or self.samples[-1].key != key:
                     self.samples.append(Entry(key, {}))
                 members = self.samples[-1].members
