@@ -14,7 +14,7 @@ from ssl_vit.data.shards import ShardSet
 from ssl_vit.recipe import Recipe
 from ssl_vit.stage import build
 from ssl_vit.training import memory
-from ssl_vit.training.distributed import make_accelerator
+from ssl_vit.training.distributed import largest, make_accelerator
 from ssl_vit.training.flops import training_flops
 from ssl_vit.training.loop import Job
 
@@ -94,7 +94,8 @@ def measure(settings: Recipe, shards: ShardSet, subset: np.ndarray | None = None
     accumulate = memory.find_accumulation(module, batch, accelerator, training, settings.optim)
     part = batch.split(accumulate)[0]
     passes = [memory.forward_backward(module, part, accelerator)]
-    while len(passes) < 3 and sum(seconds for seconds, _ in passes) < 10:  # seconds
+    # Milliseconds of the slowest process: a forward pass may wait for the others.
+    while len(passes) < 3 and largest(int(1000 * sum(seconds for seconds, _ in passes))) < 10_000:
         passes.append(memory.forward_backward(module, part, accelerator))
     return DryRun(
         run=str(settings.run_directory),

@@ -104,11 +104,12 @@ def dry_run(settings: Recipe) -> DryRun:
     seen where packing, or the batches that are timed, find them."""
     settings = precision.resolve(settings, progress.say)
     accelerator = make_accelerator(settings.training.precision, settings.training.timeout)
-    shards, job = _job(settings, accelerator, quiet=True)
-    with shared_errors():
-        if accelerator.is_main_process:
-            runs.check(settings.run_directory, settings, job.data)
-    return measure(settings, shards, job=job)
+    with others_watched(lambda: "nothing was written"):
+        shards, job = _job(settings, accelerator, quiet=True)
+        with shared_errors():
+            if accelerator.is_main_process:
+                runs.check(settings.run_directory, settings, job.data)
+        return measure(settings, shards, job=job)
 
 
 def _job(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) -> tuple[ShardSet, loop.Job]:
@@ -167,7 +168,7 @@ def make_context(
         test=shards[1],
         skipped=dropped_from(shards, data) + invalid_labels(shards[0], data),
         data=data,
-        accelerator=make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True),
+        accelerator=model.accelerator(),
         weights=str(model.folder) if model.folder else None,
         cache=cache,
         objective=settings.objective if settings else None,

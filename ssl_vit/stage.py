@@ -103,8 +103,15 @@ def build(
     set_seed((settings.seed + 1 + 1_000_003 * accelerator.process_index) % 2**31)  # apart from those of other seeds
     draws = run and training.picture_every and hasattr(objective, "reconstruct")
     pictures = [Pictures(_draw_into(run))] if run and draws else []
-    if pictures and accelerator.is_fsdp2:
-        raise UserError("training.picture_every: not available for a sharded model; set it to 0")
+    if accelerator.is_fsdp2:
+        if pictures:
+            raise UserError("training.picture_every: not available for a sharded model; set it to 0")
+        wrapped = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap or ()
+        if missing := {*wrapped} - {type(module).__name__ for module in objective.modules()}:
+            raise UserError(
+                f"fsdp_transformer_layer_cls_to_wrap: {encoder.name} has no layer {', '.join(sorted(missing))}; name "
+                "the class of its blocks in the launch file"
+            )
     return Job(
         objective=objective,
         batches=batches,

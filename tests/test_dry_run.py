@@ -104,6 +104,19 @@ def test_loader_processes_of_a_dry_run_end_before_it_times_the_computation(
     assert not left
 
 
+def test_the_processes_of_a_dry_run_agree_on_the_number_of_passes(
+    few_digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward pass may wait for the other processes."""
+    settings = load_recipe("digits_ssl", [f"data.train={few_digits}/train", "training.batch_size=8"])
+    seconds, slowest = iter([1.0, 2.0, 3.0]), iter([0, 10_000])
+    monkeypatch.setattr(memory, "find_accumulation", lambda *_: 1)
+    monkeypatch.setattr(memory, "forward_backward", lambda *_: (next(seconds), 0))
+    monkeypatch.setattr(module, "largest", lambda milliseconds: next(slowest))
+    module.measure(settings, open_training(settings.data))
+    assert next(seconds) == 3.0, "another process has taken ten seconds after the second pass"
+
+
 def test_doctor_names_what_would_stop_or_slow_a_run(
     few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

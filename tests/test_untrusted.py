@@ -23,6 +23,7 @@ import pytest
 from ssl_vit import recipe
 from ssl_vit.data.verify import stats, verify
 from ssl_vit.interfaces import UserError
+from ssl_vit.training import checkpoint
 from tests.hostile.corpus import Bomb
 from tests.tars import packed
 
@@ -80,6 +81,14 @@ def test_no_file_of_a_checkpoint_is_unpickled(call: Call, digits: Path, tmp_path
         assert code in (0, 2) and "Traceback" not in text, (name, text)
         assert code == 2 or "is broken" in text or name.name == "config.json", (name, text)
         assert not mark.exists(), name
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../other", "missing"])
+def test_checksums_of_other_files_are_not_computed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("")
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "SHA256SUMS").write_text(f"{hashlib.sha256().hexdigest()}  {name}\n")
+    assert "is not a file in it" in str(checkpoint.defect(tmp_path / "step"))
 
 
 def test_members_of_an_archive_are_never_written(call: Call, digits: Path, tmp_path: Path) -> None:

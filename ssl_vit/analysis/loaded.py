@@ -20,6 +20,7 @@ from ssl_vit.models import factory
 from ssl_vit.models.encoder import Encoder
 from ssl_vit.models.exchange import memory
 from ssl_vit.recipe import Recipe, run_recipe
+from ssl_vit.training.distributed import Engine, make_accelerator
 
 AnyImage = str | PathLike[str] | bytes | Image.Image
 _KEPT_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "F"}
@@ -37,6 +38,13 @@ class Loaded:
     data: DataConfig
     settings: Recipe | None = None
     folder: Path | None = None
+
+    def accelerator(self) -> Engine:
+        """The engine for an evaluation: precision and timeout of its training, or the defaults."""
+        if self.settings is None:
+            return make_accelerator()
+        training = self.settings.training
+        return make_accelerator(training.precision, training.timeout, or_fp32=True)
 
 
 @dataclass(frozen=True)

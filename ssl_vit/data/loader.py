@@ -2,15 +2,17 @@
 
 Every worker has its own memory and its own pipe, so that one that dies or hangs holds nothing that others wait for.
 Through the pipe the main process hands out free slots of the memory, and the worker reports which it has filled; a
-worker whose main process is gone finds the pipe closed and ends.
+worker whose main process is gone finds the pipe closed and ends; on Linux, the kernel ends it at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -150,6 +152,8 @@ def _work(
     """The loader process. It ignores signals, which reach the process group: the main process saves, then ends it."""
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(kind, signal.SIG_IGN)
+    if sys.platform == "linux":  # it may be in the middle of a slow read, with connections to other machines open
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for other in others:
         other.close()
     torch.set_num_threads(1)

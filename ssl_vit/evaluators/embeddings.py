@@ -15,7 +15,7 @@ from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.files import atomic_file
 from ssl_vit.interfaces import Batch, printable, without_credentials
 from ssl_vit.models import Pooling
-from ssl_vit.training.distributed import gather, make_accelerator
+from ssl_vit.training.distributed import gather, others_watched
 from ssl_vit.training.memory import out_of_memory
 
 
@@ -29,11 +29,11 @@ def embed(
 ) -> pd.DataFrame:
     """See `ssl_vit.embed`."""
     loaded_model = loaded.load(model)
-    encoder, preparation, settings = loaded_model.encoder, loaded_model.data, loaded_model.settings
+    encoder, preparation = loaded_model.encoder, loaded_model.data
     encoder.check_pooling(pooling)
     if workers is not None:
         preparation = preparation.model_copy(update={"workers": workers})
-    accelerator = make_accelerator(settings.training.precision if settings else "fp32", or_fp32=True)
+    accelerator = loaded_model.accelerator()
     encoder.to(accelerator.device).eval()
     opened = open_shards(shards, preparation.remote)
     dropped = dropped_from([opened], preparation)
@@ -46,12 +46,12 @@ def embed(
         own_keys.update(zip(batch.indices[batch.valid].tolist(), batch.keys, strict=True))
         return encoder.represent(batch.images, pooling)
 
-    with out_of_memory(lambda: "lower batch_size"):
+    with others_watched(lambda: "nothing was written"), out_of_memory(lambda: "lower batch_size"):
         features = extract(ImageSet(context, "trained", "all"), read, what="embeddings", needs_labels=False)
-    keys = {image: key for keys_of_rank in gather(own_keys) for image, key in keys_of_rank.items()}
+        keys = {image: key for keys_of_rank in gather(own_keys) for image, key in keys_of_rank.items()}
+        names = gather(file_names(opened) if accelerator.is_main_process else None)[0]  # reads remote shards again
     columns = {"key": [printable(keys[image]) for image in features.images.tolist()], "label": features.labels}
     frame = pd.DataFrame(columns | {"embedding": list(features.vectors)})
-    names = gather(file_names(opened) if accelerator.is_main_process else None)[0]  # reads remote shards again
     if names.any():
         frame.insert(1, "file", names[features.images])
     frame.attrs |= {"grid": list(encoder.grid), "skipped": context.skipped_names()}

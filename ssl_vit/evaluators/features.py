@@ -191,9 +191,7 @@ def extract(
     *,
     needs_labels: bool = True,
 ) -> Features:
-    """`reader` (a batch on the device -> (B, d)) over all of the images, in index order.
-
-    The processes share the images; every process gets all rows.
+    """`reader` (a batch on the device -> (B, d)) over all images, in index order; every process gets all rows.
 
     image_size: pixels (None: the trained encoder's). what: name of the outputs in errors.
     needs_labels: skip images without a label.
@@ -224,6 +222,7 @@ def extract(
             valid = batch.valid.cpu()  # selected on the host: on XLA, each count would compile another program
             parts = (outputs.float().cpu()[valid], batch.labels.cpu()[valid], batch.indices.cpu()[valid])
             batches.append(tuple(part.numpy() for part in parts))
+            distributed.largest(0)  # waits for all: one that is a whole extraction ahead would reach its timeout
             advance(len(parts[0]) * context.accelerator.num_processes)
     own_arrays = tuple(np.concatenate(parts) for parts in zip(*batches, strict=True))
     del batches  # features of many images take gigabytes: no second copy of them

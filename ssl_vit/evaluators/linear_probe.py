@@ -33,7 +33,8 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
     """method: `exact`: logistic regression on frozen features; the sweep selects `c`. `lars`: MAE's linear probe,
         trained with LARS on augmented images, without a sweep by default. Only `lars` takes `optim`, `training`,
         `head`, `augment`, `warmup_epochs` and `lanes`; it does not support `block`, `pooling=both` or raw pixels. With
-        it, set `pooling` (MAE: token), not `head.pooling`; the batch size is at most the number of labeled images.
+        it, set `pooling` (MAE: token), not `head.pooling`; the batch size is at most the number of labeled images. Its
+        batch norm sees the images of one process, so results differ between numbers of processes.
 
     held_out: fraction of the labeled images that the sweep is scored on.
     c: inverse regularization strength of `exact`.

@@ -82,10 +82,12 @@ class OnlineProbe(Callback):
         return float((predicted == scored.labels).mean())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "best": self.best, "since_best": self.since_best}
+        reported = sorted(self.reported)
+        return {"step": self.step, "best": self.best, "since_best": self.since_best, "reported": reported}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]
+        self.reported |= {(shard, key) for shard, key in state.get("reported", ())}  # older checkpoints have none
 
     def _measure(self, trainer: Trainer) -> None:
         step = trainer.progress.step

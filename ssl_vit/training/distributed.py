@@ -25,6 +25,7 @@ from accelerate.utils import (
     is_torch_xla_available,
     parse_flag_from_env,
 )
+from torch import nn
 
 from ssl_vit.interfaces import RunError, UserError, first_line, is_main_process, world_size
 from ssl_vit.training import Precision
@@ -62,6 +63,11 @@ class Engine(Accelerator):
         """Matrix products and convolutions in 16 bits where the precision says so."""
         dtype = _AUTOCAST.get(self.precision)
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Gradients are added up over micro-batches before the processes share them; with FSDP2, after each one: else
+        every process would keep all of them."""
+        return nullcontext() if self.is_fsdp2 else super().no_sync(model)
 
 
 def set_float32_matmul(precision: Precision) -> None:

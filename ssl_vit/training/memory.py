@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
@@ -139,10 +139,11 @@ def check_batch_norm(objective: Objective, images: int) -> None:
 def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tuple[float, int]:
     """Run one forward and backward pass.
 
-    Returns (seconds, bytes that autograd keeps for the backward pass, without parameters).
+    Returns (seconds, bytes that autograd keeps for the backward pass, without parameters; 0 on XLA).
     """
     start = time.perf_counter()
-    parameter_storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    counted = accelerator.device.type != "xla"  # whose tensors have no address
+    parameter_storages = {p.untyped_storage().data_ptr() for p in module.parameters() if counted}
     saved_bytes: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,7 +153,8 @@ def forward_backward(module: nn.Module, part: Batch, accelerator: Engine) -> tup
         # The tensor itself would refer to the graph that keeps it: a forward pass that fails would never be freed.
         return tensor.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), accelerator.autocast():
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor) if counted else nullcontext()
+    with hooks, accelerator.autocast():
         loss = module(part).loss
     loss.backward()
     module.zero_grad(set_to_none=True)

@@ -36,6 +36,18 @@ def server(serve: Callable, tmp_path: Path) -> FaultyServer:
     return serve(folder)
 
 
+def test_a_link_in_the_place_of_a_download_is_not_followed(server: FaultyServer, tmp_path: Path) -> None:
+    folder, victim = tmp_path / "cache", tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    remote = RemoteConfig(cache_dir=str(folder))
+    assert shard_cache.open_remote(f"{server.url}/0.tar", remote).read() == content(0)
+    (name,) = (path.name for path in folder.iterdir() if path.is_file())
+    (folder / name).unlink()
+    (folder / f"{name}.{SIZE}.part").symlink_to(victim)
+    assert shard_cache.open_remote(f"{server.url}/0.tar", remote).read() == content(0)
+    assert victim.read_bytes() == b"mine"
+
+
 def content(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest() * (SIZE // 32)
 

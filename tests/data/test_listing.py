@@ -13,7 +13,7 @@ import pytest
 
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards import ShardSet, open_shards
-from ssl_vit.data.shards.info import Info
+from ssl_vit.data.shards.info import Info, ShardEntry
 from ssl_vit.data.shards.listing import list_shards
 from ssl_vit.interfaces import RunError, UserError
 
@@ -111,6 +111,15 @@ def test_an_info_json_that_is_none_is_named(server: Any, folder: Path, content: 
     for spec in (f"{server.url}/shards", f"{folder}/shards"):
         with pytest.raises(UserError, match=r"shards/info.json: "):
             open_shards(spec, REMOTE)
+
+
+def test_a_brace_range_has_a_limit_and_a_shard_no_name_that_chains_file_systems(folder: Path) -> None:
+    with pytest.raises(UserError, match="more than 1,000,000 shards"):
+        list_shards(f"{folder}/shards/{{0..900000000}}.tar", REMOTE)
+    for name in ("000000.tar::file", "::", "a/b.tar"):
+        with pytest.raises(ValueError, match="file"):
+            ShardEntry(file=name, samples=1)
+    assert ShardEntry(file="12:30:05.tar", samples=1)
 
 
 def test_braces_that_do_not_pair_are_named(folder: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,27 @@ def test_damaged_weights_are_reported_with_their_folder(
     (folder / file).write_bytes((folder / file).read_bytes()[:99] if content == b"cut" else content)
     with pytest.raises(UserError, match=str(folder)):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "other"),
+    [
+        ("vit_tiny_patch16_224", 1536, {"positions": "relative", "model_args": {"depth": 1}}),
+        ("convnext_atto", 32, {"model_args": {"depths": [1, 1, 10**9, 1], "dims": [4] * 4}}),
+    ],
+)
+def test_a_model_larger_than_its_weights_is_not_built(
+    tmp_path: Path, name: str, size: int, other: dict[str, Any]
+) -> None:
+    """Nor one with large buffers, such as the distances of all pairs of patches, or with so many blocks."""
+    config = {
+        "architecture": name,
+        "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, size, size]},
+    }
+    (tmp_path / CONFIG).write_text(json.dumps(config | other))
+    save_file({"cls_token": torch.zeros(4)}, tmp_path / WEIGHTS)
+    with pytest.raises(UserError, match="larger model"):
+        load(tmp_path)
 
 
 def test_wrong_weights_are_listed_by_name(make_encoder: Make, tmp_path: Path, saved: Make) -> None:

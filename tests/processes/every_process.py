@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,20 @@ def sharding_accelerator(*arguments: Any, **options: Any) -> Any:
     def checked(objective: Any, optimizer: torch.optim.Optimizer) -> Any:
         prepared = prepare(objective, optimizer)
         assert all(isinstance(parameter, DTensor) for parameter in prepared[0].parameters())
+        assert isinstance(accelerator.no_sync(prepared[0]), nullcontext), "else each process keeps whole gradients"
         return prepared
 
     accelerator.prepare = checked
     return accelerator
 
 
-SHARDED = ("training.ema=0.9", "training.checkpoint_every=12", "training.keep_last=9", "optim.lr=1e-4")
+SHARDED = (
+    "training.accumulate=2",
+    "training.ema=0.9",
+    "training.checkpoint_every=12",
+    "training.keep_last=9",
+    "optim.lr=1e-4",
+)
 
 
 FINE_TUNE = (
@@ -123,6 +131,10 @@ def sharded(digits: str, out: Path) -> None:
     classifier.predict = predict
     if is_main_process():
         (out / "same_statistics.json").write_text(json.dumps(means))
+    try:
+        train(digits, out / "one_block", "pretraining", *SHARDED, "encoder.depth=1")
+    except UserError as error:
+        (out / "one_block.txt").write_text(str(error))
     scaler: Any = torch.amp.GradScaler
     torch.amp.GradScaler = lambda *_, **__: scaler("cpu")  # type: ignore[misc, assignment]  # as fp16 has on a GPU
     train(digits, out / "scaled", "pretraining", *SHARDED)

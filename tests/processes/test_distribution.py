@@ -94,6 +94,10 @@ def test_a_sharded_probe_predicts_with_the_same_statistics_everywhere(runs: Path
     assert means and all(means)
 
 
+def test_a_network_without_the_class_that_the_launch_file_wraps_is_refused(runs: Path) -> None:
+    assert "no layer Block" in (runs / "one_block.txt").read_text()
+
+
 def test_a_sharded_run_may_scale_its_loss(runs: Path) -> None:
     assert differ_by(weights(runs / "scaled"), weights(runs / "sharded")) < 1e-6
     state = json.loads(max((runs / "scaled" / "checkpoints").iterdir()).joinpath("state.json").read_text())

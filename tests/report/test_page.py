@@ -22,7 +22,7 @@ from ssl_vit.report.read import read
 from ssl_vit.report.statistics import Estimate
 from tests.report.made import ARMS, SUMMARY, SWEEP, row, two_arms, write_comparison, write_run
 
-HOSTILE = '<script>alert("1")</script> $x_1$ & Co'
+HOSTILE = '<script>alert("1")</script> $x_1$ & Co ![](http://e/p)'
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
@@ -74,7 +74,7 @@ def comparison(tmp_path: Path) -> Path:
 
 def test_markup_is_escaped_in_markdown(comparison: Path) -> None:
     text = export(read([comparison]), "markdown")
-    assert "&lt;script>" in text.splitlines()[0] and "<" not in text
+    assert "&lt;script>" in text.splitlines()[0] and "<" not in text and "![" not in text
 
 
 def test_the_page_is_whole_and_fetches_nothing(comparison: Path, tmp_path: Path) -> None:

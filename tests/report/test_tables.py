@@ -215,6 +215,7 @@ def test_credentials_are_removed_from_large_pages() -> None:
     picture = "data:image/png;base64," + "Ab+/" * 3_000_000  # minutes for a pattern that is not linear
     text = f'<img src="{picture}"> https://me:SECRET@host/{"x" * 1_000_000}?sig=SECRET'
     assert without_credentials(text) == f'<img src="{picture}"> https://...@host/{"x" * 1_000_000}?...'
+    assert without_credentials("https://me:p@ss@host/a@b.tar") == "https://...@host/a@b.tar"
 
 
 def test_what_imported_weights_cost_is_unknown(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ssl_vit.evaluators.few_shot import few_shot_accuracy
 from ssl_vit.evaluators.online import OnlineProbe
 from ssl_vit.interfaces import Stopped
 from ssl_vit.models import factory
+from ssl_vit.records import SkippedSample
 from ssl_vit.training import ProbeConfig, checkpoint, signals
 from ssl_vit.training.distributed import make_accelerator
 from ssl_vit.training.optim import WeightAverage
@@ -158,9 +159,16 @@ def test_a_probe_that_does_not_rise_ends_the_run_and_it_stays_ended(train: Train
     assert lines(train(tmp_path / "run", *keys)) == rows, "the same command again does nothing"
 
 
-def test_a_resumed_probe_counts_the_evaluations_without_a_rise_before(digits: Path) -> None:
-    settings, state = recipe.load_recipe("digits_ssl"), {"step": 4, "best": 0.5, "since_best": 1}
+def test_a_resumed_probe_knows_the_evaluations_without_a_rise_and_what_it_reported(digits: Path) -> None:
+    settings = recipe.load_recipe("digits_ssl")
+    state = {"step": 4, "best": 0.5, "since_best": 1, "reported": [["000000.tar", "7"], ["000000.tar", "9"]]}
     encoder, config = factory.build(settings.encoder), ProbeConfig(every=1, patience=2)
     probe = OnlineProbe(config, open_shards(str(digits)), settings.data, encoder, make_accelerator())
     probe.load_state_dict(state)
-    assert probe.state_dict() == state
+    assert json.loads(json.dumps(probe.state_dict())) == state
+
+    def cut(key: str) -> SkippedSample:
+        return SkippedSample(shard="000000.tar", key=key, reason="cut")
+
+    probe.context.skipped += [cut("7"), cut("8")]
+    assert [sample.key for sample in probe._skipped()] == ["8"]

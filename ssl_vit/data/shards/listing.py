@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import re
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from ssl_vit.files import expanded
 from ssl_vit.interfaces import UserError
 
 TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)")  # not a.tar.md5; compressed ones have a message
-_MOST_PATTERNS = 1_000_000  # of a brace range
+_MOST = 1_000_000  # paths of brace ranges
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}")
 _MAKE_THEM = (
     "name images (data=PLACE, or --data: a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make "
     "SOURCE OUT`"
@@ -41,12 +43,9 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None
     store = _Remote(spec, remote) if "://" in spec else _Store(spec)
     try:
         # A path that exists is taken literally, with its braces.
-        named = [store.path] if store.exists(store.path) else braceexpand.braceexpand(store.path)
-        patterns = [*islice(named, _MOST_PATTERNS + 1)]
+        patterns = [store.path] if store.exists(store.path) else _expanded(store.path)
     except ValueError as error:
         raise UserError(f"{spec}: {error}") from None
-    if len(patterns) > _MOST_PATTERNS:
-        raise UserError(f"{spec}: names more than {_MOST_PATTERNS:,} shards")
     if len(patterns) == 1 and store.is_folder(patterns[0]):
         return _folder(store, spec)
     names = [name for pattern in patterns for name in store.matching(pattern)]
@@ -56,6 +55,15 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None
         raise UserError(f"{spec}: {inside[0]} is a folder; name the shards in it, or give a list of folders")
     folders = {os.path.dirname(name if store.local else name.partition("?")[0]) for name in names}
     return [store.url(name) for name in names], store.info(folders.pop()) if len(folders) == 1 else None
+
+
+def _expanded(path: str) -> list[str]:
+    """The paths of brace ranges. Raises ValueError for braces that do not pair and for too many paths."""
+    ranges = (abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(path))
+    paths = [*islice(braceexpand.braceexpand(path), _MOST + 1)] if math.prod(ranges) <= _MOST else []
+    if not 0 < len(paths) <= _MOST:
+        raise ValueError(f"names more than {_MOST:,} shards")
+    return paths
 
 
 def _folder(store: _Store, spec: str) -> tuple[list[str], Info | None]:
