@@ -94,7 +94,7 @@ def without_credentials(shared: Any) -> Any:
     if not isinstance(shared, str):
         return shared
     # The patterns begin at `://`: one that begins with the scheme takes quadratic time in an embedded picture.
-    text = re.sub(r"(?<=://)[^\s/\"<>]+@", "...@", shared)
+    text = re.sub(r"(?<=://)[^\s/?\"<>]+@", "...@", shared)
     return re.sub(r"(://[^\n\"<>?]*\?)[^\s\"<>]+", r"\1...", text)
 
 

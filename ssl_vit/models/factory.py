@@ -282,7 +282,7 @@ def _check_sizes(config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) ->
         with torch.device("meta"):
             network = _from_config(config).network
         parameters, buffers = (sum(one.numel() for one in of()) for of in (network.parameters, network.buffers))
-        if parameters <= 2 * there + 2**20 and buffers <= 16 * there + 2**24:
+        if parameters <= 2 * there + 2**20 and buffers <= 16 * there + 2**27:
             return
     raise ValueError(f"{CONFIG} describes a larger model than {WEIGHTS} holds ({there:,} numbers)")
 

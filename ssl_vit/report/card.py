@@ -20,7 +20,7 @@ from ssl_vit.models.vit import ViTEncoder
 from ssl_vit.overrides import flatten
 from ssl_vit.recipe import Recipe, run_of, run_recipe
 from ssl_vit.report import tables
-from ssl_vit.report.export import markdown
+from ssl_vit.report.export import escaped, markdown
 from ssl_vit.report.intervals import interval
 from ssl_vit.report.read import read_runs
 from ssl_vit.report.runs import Run, read_run, text
@@ -86,8 +86,9 @@ def write(model: Encoder, given: Path, to: str, use: Use, *, title: str, license
         data={"Source": shards.source, "Images": shards.samples, "License": shards.license} if shards else {},
         results=[markdown(table) for table in shown[:-1]],  # without the costs
         notes=[interval(measured, summary), *notes(measured)] if measured and summary else [],
-        license=terms,
-        cell=lambda value: " ".join(text(value).split()).replace("|", "\\|"),
+        license=escaped(terms),
+        cell=lambda value: escaped(" ".join(text(value).split())).replace("|", "\\|"),
+        plain=lambda value: escaped(" ".join(str(value).split())),
     )
     return without_credentials(card)
 

@@ -34,7 +34,7 @@ def export(comparison: Comparison, form: str) -> str:
         return json.dumps(without_credentials(as_json(comparison)), indent=1) + "\n"
     summary = summarize(comparison)
     shown, mark = {"markdown": (markdown, ""), "latex": (latex, "% ")}[form]
-    plain = _escaped if form == "markdown" else str
+    plain = escaped if form == "markdown" else str
     tables = [*all_tables(comparison, summary), sweep_table(comparison)]
     texts = [shown(table) for table in tables if len(table.frame)]
     title = comparison.record.title or comparison.record.name
@@ -132,11 +132,11 @@ def provenance(comparison: Comparison) -> list[str]:
 def markdown(shown: Shown) -> str:
     """A caption and a pipe table."""
     cells = [list(shown.frame.columns), ["---"] * len(shown.frame.columns), *shown.frame.to_numpy().tolist()]
-    lines = [" | ".join(_escaped(" ".join(cell.split())).replace("|", "\\|") for cell in row) for row in cells]
-    return "\n".join([f"**{_escaped(shown.title)}**\n", *(f"| {line} |" for line in lines), ""])
+    lines = [" | ".join(escaped(" ".join(cell.split())).replace("|", "\\|") for cell in row) for row in cells]
+    return "\n".join([f"**{escaped(shown.title)}**\n", *(f"| {line} |" for line in lines), ""])
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text for Markdown without tags and pictures, which a viewer would load."""
     return text.replace("<", "&lt;").replace("![", "!\\[")
 

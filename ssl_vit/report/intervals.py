@@ -10,7 +10,7 @@ from ssl_vit.report.runs import joined
 from ssl_vit.report.summary import Difference, Summary
 
 HALF_WIDTH = "half-width of a 95% interval that covers {} and test images"  # with the unit
-FEW_UNITS = 6  # below it, intervals of 97.5 or 99% cover less than they should (tools/interval_coverage.py)
+FEW_UNITS = 6  # with fewer than these, but more than two, intervals are too narrow (tools/interval_coverage.py)
 
 
 def interval(comparison: Comparison, summary: Summary) -> str:
@@ -28,8 +28,8 @@ def interval(comparison: Comparison, summary: Summary) -> str:
     )
     if comparison.sweeps:
         sentence += (
-            " It does not cover another selection of settings by the sweeps, whose selected runs are those of the "
-            "first seed."
+            " It does not cover another selection of settings by the sweeps; the result of the first seed may be that "
+            "of the selected run."
         )
     if comparison.record.folds > 1:
         sentence += (
@@ -45,18 +45,20 @@ def interval(comparison: Comparison, summary: Summary) -> str:
         if len(summary.means) > len(summary.headlines):
             sentence += "; all other differences are exploratory, not adjusted for the number of arms or evaluators"
         sentence += ". Whether the recipe was changed after results had been seen is not recorded."
-        if len(comparison.record.metrics) > 1 or several_budgets(summary.differences):
-            sentence += (
-                " Differences at several label budgets, or headlines of several datasets, have intervals adjusted for "
-                "their number (Holm): one excludes zero where Holm's test rejects. They are called equivalent where "
-                "Bonferroni's interval, which is wider, lies within the margin."
-            )
+    several_headlines = len(comparison.record.metrics) > 1 and not comparison.separate
+    if several_headlines or several_budgets(summary.differences):
+        sentence += (
+            " Differences at several label budgets, or headlines of several datasets, have intervals adjusted for "
+            "their number (Holm): one excludes zero where Holm's test rejects. They are called equivalent where "
+            "Bonferroni's interval, which is wider, lies within the margin."
+        )
     if comparison.record.max_seeds:
         sentence += f" With these looks, intervals of differences have {100 * comparison.confidence:.1f}% confidence."
-    if any(row.estimate.confidence > 0.95 and row.estimate.units < FEW_UNITS for row in rows):
+    estimates = [row.estimate for row in (*rows, *summary.headlines)]
+    if any(one.half_width is not None and 2 < one.units < FEW_UNITS for one in estimates):
         sentence += (
-            f" With fewer than {FEW_UNITS} seeds or pretrainings, as here, intervals of more than 95% confidence cover "
-            "the truth less often than that."
+            f" With fewer than {FEW_UNITS} seeds or pretrainings, as here, intervals cover the truth a little less "
+            "often than their confidence says."
         )
     said = {arm for head in summary.headlines for arm in head.fixed}
     fixed = dict.fromkeys(arm for row in (*summary.means, *summary.differences) for arm in row.fixed)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def defect(folder: Path) -> str | None:
     try:
         sums = [line.split("  ", 1) for line in (folder / _SUMS).read_text().splitlines()]
         for expected, name in sums:
-            if not (folder / name).is_file() or Path(name).name != name:
+            if Path(name).name != name or not stat.S_ISREG((folder / name).stat().st_mode):
                 return f"{name} of {_SUMS} is not a file in it"
             if sha256(folder / name) != expected:
                 return f"{name} does not match its checksum"

@@ -284,5 +284,5 @@ def others_watched(last_saved: Callable[[], str]) -> Iterator[None]:
         silent = f"has not answered for {_timeout} s (training.timeout)"
         raise RunError(
             f"another process of this run {silent if _SILENT.search(reason) else 'has ended'}: see its output "
-            f"({reason})\n{last_saved()}; run the same command on all machines to resume"
+            f"({reason})\n{last_saved()}; run the same command again on all machines"
         ) from error

@@ -14,7 +14,7 @@ import pytest
 from ssl_vit.data import RemoteConfig
 from ssl_vit.data.shards import ShardSet, open_shards
 from ssl_vit.data.shards.info import Info, ShardEntry
-from ssl_vit.data.shards.listing import list_shards
+from ssl_vit.data.shards.listing import _expanded, list_shards
 from ssl_vit.interfaces import RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -114,8 +114,11 @@ def test_an_info_json_that_is_none_is_named(server: Any, folder: Path, content: 
 
 
 def test_a_brace_range_has_a_limit_and_a_shard_no_name_that_chains_file_systems(folder: Path) -> None:
-    with pytest.raises(UserError, match="more than 1,000,000 shards"):
-        list_shards(f"{folder}/shards/{{0..900000000}}.tar", REMOTE)
+    for braces in ("{0..900000000}", "{a-{0000..9999},b}{0000..9999}"):
+        with pytest.raises(UserError, match="more than 1,000,000 shards"):
+            list_shards(f"{folder}/shards/{braces}.tar", REMOTE)
+    paths = {"{a-{0000..1023},b-{0000..1023}}.tar": 2048, "{0..10000000..1000}.tar": 10_001}
+    assert {braces: len(_expanded(braces)) for braces in paths} == paths
     for name in ("000000.tar::file", "::", "a/b.tar"):
         with pytest.raises(ValueError, match="file"):
             ShardEntry(file=name, samples=1)

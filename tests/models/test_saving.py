@@ -115,7 +115,7 @@ def test_damaged_weights_are_reported_with_their_folder(
 @pytest.mark.parametrize(
     ("name", "size", "other"),
     [
-        ("vit_tiny_patch16_224", 1536, {"positions": "relative", "model_args": {"depth": 1}}),
+        ("vit_tiny_patch16_224", 3072, {"positions": "relative", "model_args": {"depth": 1}}),
         ("convnext_atto", 32, {"model_args": {"depths": [1, 1, 10**9, 1], "dims": [4] * 4}}),
     ],
 )

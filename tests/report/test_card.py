@@ -136,7 +136,7 @@ def test_imported_weights_tell_where_they_come_from(saved: Make, tmp_path: Path,
     config["imported"] = {"from": "some/model", "notes": ["guessed"], "skipped": ["head.bias"], "license": "mit"}
     (folder / "config.json").write_text(json.dumps(config))
     text = write(make_encoder(), folder)
-    assert "imported from `some/model`" in text
+    assert "imported from some/model." in text
     assert "- guessed" in text
     assert "skipped: head.bias" in text
     assert "imported under mit" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import math
 import os
 import re
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from ssl_vit.interfaces import UserError
 
 TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)")  # not a.tar.md5; compressed ones have a message
 _MOST = 1_000_000  # paths of brace ranges
-_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}")
+_RANGE = re.compile(r"(?<!\\)\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}")
 _MAKE_THEM = (
     "name images (data=PLACE, or --data: a folder, a parquet file, hf:NAME), or make shards with `ssl-vit shards make "
     "SOURCE OUT`"
@@ -59,9 +58,11 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None
 
 def _expanded(path: str) -> list[str]:
     """The paths of brace ranges. Raises ValueError for braces that do not pair and for too many paths."""
-    ranges = (abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(path))
-    paths = [*islice(braceexpand.braceexpand(path), _MOST + 1)] if math.prod(ranges) <= _MOST else []
-    if not 0 < len(paths) <= _MOST:
+    for first, last, step in _RANGE.findall(path):  # braceexpand makes a list of each
+        if abs(int(last) - int(first)) // max(int(step or 1), 1) > _MOST:
+            raise ValueError(f"names more than {_MOST:,} shards")
+    paths = [*islice(braceexpand.braceexpand(path), _MOST + 1)]
+    if len(paths) > _MOST:
         raise ValueError(f"names more than {_MOST:,} shards")
     return paths
 
