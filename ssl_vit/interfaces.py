@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -33,6 +36,12 @@ class UserError(Exception):
 def world_size() -> int:
     """Number of processes that a launcher started; needs no process group."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def end_with_parent(kind: signal.Signals) -> None:
+    """On Linux, let the kernel send this process a signal when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, kind)  # PR_SET_PDEATHSIG
 
 
 def is_main_process() -> bool:

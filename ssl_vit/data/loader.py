@@ -7,12 +7,10 @@ worker whose main process is gone finds the pipe closed and ends; on Linux, the 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import multiprocessing
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -24,7 +22,7 @@ from typing import Protocol
 import torch
 
 from ssl_vit.data.samples import Chunk, one_thread
-from ssl_vit.interfaces import RunError, UserError
+from ssl_vit.interfaces import RunError, UserError, end_with_parent
 
 
 class Stream(Protocol):
@@ -152,8 +150,7 @@ def _work(
     """The loader process. It ignores signals, which reach the process group: the main process saves, then ends it."""
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(kind, signal.SIG_IGN)
-    if sys.platform == "linux":  # it may be in the middle of a slow read, with connections to other machines open
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_parent(signal.SIGKILL)  # else it would hold the connections to other machines until a slow read ends
     for other in others:
         other.close()
     torch.set_num_threads(1)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from loky import BrokenProcessPool, ProcessPoolExecutor, as_completed, cpu_count
 
-from ssl_vit.interfaces import RunError
+from ssl_vit.interfaces import RunError, end_with_parent
 
 IMAGES_PER_PROCESS = 1000  # a process takes about a second to start
 _Job = TypeVar("_Job")
@@ -56,7 +54,6 @@ def run(
 def end_with(parent: int) -> None:
     """Ignore Ctrl-C, which the main process handles. On Linux, also end this process when `parent` has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it ended before that
         signal.raise_signal(signal.SIGTERM)
