@@ -105,19 +105,19 @@ def false_claims(
     generator: np.random.Generator,
     *,
     spending: bool = True,
-    pretrainings: int = LOOKS[-1],
+    pretrainings: int | None = None,
 ) -> float:
     """Share of comparisons of two equal arms that are called better or worse at any of the `LOOKS`.
 
-    pretrainings: of the first arm, which the seeds use in turn; of `LOOKS[-1]`, no effects.
+    pretrainings: number of pretrainings of the first arm, which the seeds use in turn; None: seeds are the unit.
     """
     levels = sequential.levels([look / LOOKS[-1] for look in LOOKS]) if spending else [0.05] * len(LOOKS)
-    claimed, used = 0, np.arange(LOOKS[-1]) % pretrainings
+    claimed, used = 0, np.arange(LOOKS[-1]) % (pretrainings or LOOKS[-1])
     for _ in range(repetitions):
-        effects = np.zeros((2, pretrainings, 1))
-        if pretrainings < LOOKS[-1]:
-            effects[0] = PRETRAINING[1] * generator.normal(size=(pretrainings, 1))
-        a, b = simulate(LOOKS[-1], images, generator, (LOGITS[0], LOGITS[0]), effects[:, used])
+        effects = np.zeros((2, LOOKS[-1], 1))
+        if pretrainings:
+            effects[0] = PRETRAINING[1] * generator.normal(size=(pretrainings, 1))[used]
+        a, b = simulate(LOOKS[-1], images, generator, (LOGITS[0], LOGITS[0]), effects)
         gains = a.astype(np.float64) - b
         for look, level in zip(LOOKS, levels, strict=True):
             estimate = crossed_mean(gains[:look], confidence=1 - level, pretrainings=[*used[:look]])

@@ -58,11 +58,10 @@ def list_shards(spec: str, remote: RemoteConfig) -> tuple[list[str], Info | None
 
 def _expanded(path: str) -> list[str]:
     """The paths of brace ranges. Raises ValueError for braces that do not pair and for too many paths."""
-    for first, last, step in _RANGE.findall(path):  # braceexpand makes a list of each
-        if abs(int(last) - int(first)) // max(int(step or 1), 1) > _MOST:
-            raise ValueError(f"names more than {_MOST:,} shards")
-    paths = [*islice(braceexpand.braceexpand(path), _MOST + 1)]
-    if len(paths) > _MOST:
+    ranges = _RANGE.findall(path)  # braceexpand makes a list of each
+    most = max((abs(int(last) - int(first)) // max(int(step or 1), 1) for first, last, step in ranges), default=0)
+    paths = [*islice(braceexpand.braceexpand(path), _MOST + 1)] if most <= _MOST else []
+    if not 0 < len(paths) <= _MOST:
         raise ValueError(f"names more than {_MOST:,} shards")
     return paths
 
