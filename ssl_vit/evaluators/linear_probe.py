@@ -34,7 +34,7 @@ class Config(FeatureConfig, LabeledConfig, TrainedConfig):
         trained with LARS on augmented images, without a sweep by default. Only `lars` takes `optim`, `training`,
         `head`, `augment`, `warmup_epochs` and `lanes`; it does not support `block`, `pooling=both` or raw pixels. With
         it, set `pooling` (MAE: token), not `head.pooling`; the batch size is at most the number of labeled images. Its
-        batch norm sees the images of one process, so results differ between numbers of processes.
+        batch norm sees the images of one process, so results depend on the number of processes.
 
     held_out: fraction of the labeled images that the sweep is scored on.
     c: inverse regularization strength of `exact`.
