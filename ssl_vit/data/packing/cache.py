@@ -36,6 +36,7 @@ from ssl_vit.files import expanded
 from ssl_vit.interfaces import RunError, UserError, printable
 
 HOLDOUT = 0.2  # of each class or all images, for `#test` of data without splits
+_LARGE = 500_000  # bytes of an image; photographs of 12 megapixels have millions, ImageNet's a fifth of this
 _BESIDE = 3 << 10  # bytes of headers, padding, label and name that a shard holds beside each image
 _SET = re.compile(r".+-[0-9a-f]{16}")  # the name of a folder in the cache; see `_set`
 _held: dict[Path, TextIO] = {}  # locks of the sets that this process uses, until it exits
@@ -149,6 +150,9 @@ def _pack(place: str, sources: dict[str, Source], options: Options, folder: Path
     for part, source in sources.items():
         # What is left of a set that was being removed may have lost its record.
         pack(source, folder / part, options, overwrite=not (folder / part / INFO).is_file())
+    if (size := sum(source.bytes for source in sources.values()) / count) > _LARGE:
+        faster = f"{size / 1e6:.1f} MB per image; `ssl-vit shards make --resize 256` makes shards that are read faster"
+        print(f"note: {place}: {faster}", file=sys.stderr)
     if options.holdout:
         what = next(iter(sources.values())).held_out_from
         print(f"{place}: no test split: a fifth of {what} is held out as {place}#test", file=sys.stderr)

@@ -56,6 +56,16 @@ def keys(spec: str) -> list[tuple[str | None, bytes]]:
     return sorted(found, key=str)
 
 
+@pytest.mark.parametrize(("size", "noted"), [((500, 400), True), ((14, 10), False)])
+def test_large_images_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: tuple[int, int], noted: bool
+) -> None:
+    for name in "ab":
+        write(tmp_path / "photos" / name / "0.png", encoded("PNG", size=size))
+    cache.folder_of("photos")
+    assert ("photos: 0.6 MB per image" in capsys.readouterr().err) == noted
+
+
 def test_class_folders_are_packed_once_and_held_out_by_class(
     tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
