@@ -271,14 +271,13 @@ class Table:
         return first
 
     def cells(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(classes of the test images, int64 (M,); whether each was classified correctly, bool (S, M)).
-
-        M counts the test images that all of these rows have.
-
-        rows: S indices in `frame`.
-        """
+        """(classes of the M test images that all of these rows have, int64 (M,); whether each was classified correctly,
+        bool (S, M)). rows: S indices in `frame`."""
         predictions, images = [self.results[row].prediction for row in rows], self.images(rows)
-        indices = [np.searchsorted(prediction.images, images) for prediction in predictions]
+        indices = [
+            slice(None) if np.array_equal(prediction.images, images) else np.searchsorted(prediction.images, images)
+            for prediction in predictions
+        ]
         correct = [prediction.correct[index] for prediction, index in zip(predictions, indices, strict=True)]
         return predictions[0].labels[indices[0]], np.stack(correct)
 

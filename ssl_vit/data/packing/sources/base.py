@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 TABLES = (".parquet", ".arrow")  # suffixes
 METADATA = ("metadata.csv", "metadata.jsonl")  # describe the images beside them, as `datasets` reads them
-_IMAGES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".jp2"}
-_IMAGES |= {".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
+_IMAGES: tuple[str, ...] = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".jp2")
+_IMAGES += (".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_file(path: Path, root: Path) -> bytes:
 
 def is_image(name: str) -> bool:
     """Whether a file is an image, by its name."""
-    return Path(name).suffix.lower() in _IMAGES
+    return name.lower().endswith(_IMAGES)
 
 
 def find_split(source: str, split: str | None, splits: list[str]) -> str:
