@@ -14,6 +14,7 @@ from ssl_vit.report.statistics import Estimate, crossed_mean
 from ssl_vit.report.summary import EvaluationKey, rows_by_place
 from ssl_vit.results import Prediction
 
+_MOST = 1000  # classes in a confusion matrix: with ImageNet-21k's it would take gigabytes
 BINS = 15  # of Guo et al. 2017 (arXiv 1706.04599)
 
 
@@ -39,7 +40,7 @@ class Classes:
     names: (K,), of the classes of test images and predictions, in the order of their labels.
     images: int64 (K,), test images of each class.
     confusion: by arm, float64 (K, K): share of the images of a class (row) that was predicted as each class, over all
-        seeds; a row without test images is nan.
+        seeds; a row without test images is nan. Empty for more than 1,000 classes.
     accuracies: by arm, one per class (None: it has no test image).
     calibration: by arm whose classifier gives probabilities.
     """
@@ -66,7 +67,7 @@ def classes(comparison: Comparison, place: EvaluationKey) -> Classes:
     )
     of_images, _ = table.cells([row for of_arm in rows.values() for row in of_arm])
     confusion = {}
-    for arm, of_arm in predictions.items():
+    for arm, of_arm in predictions.items() if len(labels) <= _MOST else ():
         true, predicted = (
             np.concatenate([getattr(prediction, name) for prediction in of_arm]) for name in ("labels", "predicted")
         )

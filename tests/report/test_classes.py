@@ -45,6 +45,15 @@ def test_confusion_and_accuracy_are_those_of_a_loop(tmp_path: Path) -> None:
     assert found.budget == 10 and found.names == ("a", "b", "c", "d")
 
 
+def test_thousands_of_classes_have_no_confusion_matrix(tmp_path: Path) -> None:
+    rows = [row(arm, 10, seed, 0.0, prediction=scored(3000, 1001)) for arm in ("ssl", "scratch") for seed in (0, 1)]
+    comparison = read([write_comparison(tmp_path, rows)])
+    found = classes(comparison, FINE_TUNE)
+    assert not found.confusion and len(found.accuracies["ssl"]) == 1001
+    page = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert "Test accuracy by class" in page and "onfusion" not in page
+
+
 def test_long_names_of_classes_are_cut() -> None:
     text = confusion_matrix(np.eye(3), ["HerbaceousVegetation", "Industrial bui", "a b"])
     assert all(f">{name}<" in text for name in ("HerbaceousVeg…", "Industrial bui", "a b"))
