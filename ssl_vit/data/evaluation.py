@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Hashable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ PREFETCH = 2  # chunks that each loader worker makes ahead
 
 class EvaluationStream:
     """The images of a shard set, prepared as for evaluation: every sample exactly once over all ranks, in index order;
-    all ranks get the same number of equal batches.
+    all ranks get the same number of equal batches. With loader workers, each reads its own part of the rank's images:
+    their batches take turns.
 
     data: how images are prepared, and with how many workers.
     batch_size: most images per rank and batch.
@@ -66,14 +68,15 @@ class EvaluationStream:
         content = (shards.fingerprint, len(shards.classes or ()), self.batch_size, self.own.tobytes())
         how = (pair(image_size), channels, data.evaluation_resize, data.max_pixels)
         self.key = (*content, *how, needs_labels, noise, data.on_bad_sample)
-        self.cache_bytes = 0 if data.workers else data.cache_mb << 20
+        self.cache_bytes = data.cache_mb << 20
 
     def blank(self, worker: int) -> Chunk:
         return stacked([], self.batch_size, self.preprocess)
 
     def chunks(self, worker: int) -> Iterator[Chunk]:
-        numbers = range(worker, self.batches, max(self.workers, 1))
-        batches = [self.own[n * self.batch_size : (n + 1) * self.batch_size] for n in numbers]
+        # Consecutive batches, so that no two workers read a shard whole, or download it, for different batches.
+        first, last = (number * self.batches // max(self.workers, 1) for number in (worker, worker + 1))
+        batches = [self.own[n * self.batch_size : (n + 1) * self.batch_size] for n in range(first, last)]
         samples = self.samples(np.concatenate(batches) if batches else np.empty(0, dtype=np.int64))
         for batch in batches:
             items = [next(samples) for _ in batch]
@@ -106,8 +109,7 @@ _kept: dict[Hashable, list[Chunk]] = {}  # oldest first
 
 
 def _chunks(stream: EvaluationStream) -> Iterator[Chunk]:
-    """The stream's chunks. Small sets without loader processes stay in memory: evaluating many models on one set reads
-    and decodes it once."""
+    """The stream's chunks. Small sets stay in memory: evaluating many models on one set reads and decodes it once."""
     if stream.cache_bytes and stream.key in _kept:
         yield from _kept[stream.key]
         return
@@ -115,7 +117,9 @@ def _chunks(stream: EvaluationStream) -> Iterator[Chunk]:
     for chunk in loaded(stream, PREFETCH):
         size += _bytes(chunk)
         if size <= stream.cache_bytes:
-            chunks.append(chunk)
+            # A worker will overwrite its tensors.
+            tensors = {name: tensor.clone() if stream.workers else tensor for name, tensor in chunk.tensors.items()}
+            chunks.append(replace(chunk, tensors=tensors))
         yield chunk
     if size <= stream.cache_bytes:
         while _kept and size + sum(_bytes(chunk) for kept in _kept.values() for chunk in kept) > stream.cache_bytes:

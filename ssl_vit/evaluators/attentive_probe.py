@@ -97,9 +97,10 @@ class Evaluator(BaseEvaluator):
 
         tokens_BND, targets_B = tokens(features), torch.from_numpy(targets)
         std_D, mean_D = torch.std_mean(tokens_BND, dim=(0, 1), correction=0)
+        scale_D, mean_D = std_D.clamp(min=_LEAST_STD).to(device), mean_D.to(device)
 
         def standardized(tokens_BND: torch.Tensor) -> torch.Tensor:
-            return ((tokens_BND - mean_D) / std_D.clamp(min=_LEAST_STD)).to(device)
+            return (tokens_BND.to(device) - mean_D) / scale_D
 
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

@@ -38,7 +38,7 @@ from ssl_vit.training.distributed import Engine
 
 _PIXELS = 32  # longest side of the raw-pixel reference: at most 3,072 numbers per image
 _FORMAT = 3
-_MOST_CACHED = 2**30  # bytes of one file of features: all patch tokens of many images would fill the disk
+_MOST_CACHED = 2**32  # bytes of one file: ImageNet's features fit; all patch tokens of many images fill the disk
 
 
 @dataclass
@@ -136,6 +136,8 @@ class Features:
 
     def of(self, images: np.ndarray) -> Features:
         """The rows of these images in their order; an image that could not be read has none."""
+        if np.array_equal(images, self.images):  # no copy of gigabytes
+            return self
         rows = np.searchsorted(self.images, images[np.isin(images, self.images)])
         return Features(self.vectors[rows], self.labels[rows], self.images[rows])
 
@@ -196,8 +198,7 @@ def extract(
     image_size: pixels (None: the trained encoder's). what: name of the outputs in errors.
     needs_labels: skip images without a label.
 
-    Raises UserError where no image can be read; for outputs that are not finite Diverged after a training, RunError for
-    features.
+    Raises UserError where no image can be read; where outputs are not finite RunError for features, else Diverged.
     """
     context, shards = images.context, images.shards
     stream = EvaluationStream(
@@ -211,21 +212,22 @@ def extract(
         indices=images.images,
         needs_labels=needs_labels,
     )
-    batches, skipped = list[tuple[np.ndarray, ...]](), list[SkippedSample]()
-    count = shards.samples if images.images is None else len(images.images)
-    loaded = closing(evaluation_batches(stream, context.accelerator.device))
-    with context.progress(f"{what} of {images.split} images", count) as advance, loaded as loader:
+    own, skipped = stream.own, list[SkippedSample]()
+    rows, labels, found = np.empty((0, 0)), np.empty(len(own), np.int64), np.zeros(len(own), bool)
+    progress = context.progress(f"{what} of {images.split} images", len(own) * context.accelerator.num_processes)
+    with progress as advance, closing(evaluation_batches(stream, context.accelerator.device)) as loader:
         for batch, chunk in loader:
             skipped += chunk.skipped
             with context.accelerator.autocast():
                 outputs = reader(batch)
             valid = batch.valid.cpu()  # selected on the host: on XLA, each count would compile another program
-            parts = (outputs.float().cpu()[valid], batch.labels.cpu()[valid], batch.indices.cpu()[valid])
-            batches.append(tuple(part.numpy() for part in parts))
+            if not rows.size:  # one array for all, which may take gigabytes
+                rows = np.empty((len(own), outputs.shape[1]), np.float32)
+            at = np.searchsorted(own, batch.indices.cpu()[valid].numpy())
+            rows[at], labels[at], found[at] = outputs.float().cpu()[valid], batch.labels.cpu()[valid], True
             distributed.largest(0)  # waits for all: one that is a whole extraction ahead would reach its timeout
-            advance(len(parts[0]) * context.accelerator.num_processes)
-    own_arrays = tuple(np.concatenate(parts) for parts in zip(*batches, strict=True))
-    del batches  # features of many images take gigabytes: no second copy of them
+            advance(len(at) * context.accelerator.num_processes)
+    own_arrays = (rows, labels, own) if found.all() else (rows[found], labels[found], own[found])
     arrays, skips = zip(*distributed.gather((own_arrays, skipped)), strict=True)
     context.skipped += chain.from_iterable(skips)
     rows, labels, order = arrays[0] if len(arrays) == 1 else map(np.concatenate, zip(*arrays, strict=True))
