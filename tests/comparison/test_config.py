@@ -393,6 +393,7 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatc
         "cifar10_masked_patch_long_regularized_cpu",
         "cifar10_masked_patch_regularized_10_labels_cpu",
         "cifar10_masked_patch_regularized_1000_labels_cpu",
+        "cifar10_masked_patch_regularized_repeated_cpu",
         "cifar10_methods_regularized_cpu",
         "cifar10_all_methods_regularized_cpu",
         "cifar10_methods_regularized_10_labels_cpu",
