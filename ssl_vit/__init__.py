@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from ssl_vit.evaluators.few_shot import few_shot_accuracy as few_shot_accuracy
     from ssl_vit.interfaces import RunError as RunError
     from ssl_vit.interfaces import UserError as UserError
+else:  # a type checker would accept any name
 
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: `import ssl_vit` stays fast, without torch."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'ssl_vit' has no attribute '{name}'")
-    return getattr(import_module(_MODULES[name]), name)
+    def __getattr__(name: str) -> Any:
+        """Import on first use: `import ssl_vit` stays fast, without torch."""
+        if name not in _MODULES:
+            raise AttributeError(f"module 'ssl_vit' has no attribute '{name}'")
+        return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

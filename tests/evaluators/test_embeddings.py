@@ -149,6 +149,6 @@ def test_the_python_api_is_imported_on_first_use() -> None:
     names = {"train", "evaluate", "compare", "embed", "load", "few_shot_accuracy", "read_results"}
     assert names <= set(dir(ssl_vit)) and all(callable(getattr(ssl_vit, name)) for name in names)
     with pytest.raises(AttributeError, match="fit"):
-        _ = ssl_vit.fit
+        _ = ssl_vit.fit  # type: ignore[attr-defined]
     code = "import sys, ssl_vit\nassert not {'torch', 'pandas', 'pydantic'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

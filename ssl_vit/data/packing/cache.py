@@ -159,8 +159,12 @@ def _pack(place: str, sources: dict[str, Source], options: Options, folder: Path
 
 
 def cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return expanded(os.environ.get("SSL_VIT_CACHE") or f"{base}/ssl-vit").absolute()
+    if chosen := os.environ.get("SSL_VIT_CACHE"):
+        return expanded(chosen).absolute()
+    try:
+        return expanded(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "ssl-vit"
+    except RuntimeError:
+        raise UserError("no home directory for the cache of images; set SSL_VIT_CACHE to a folder") from None
 
 
 def _make_room(folder: Path, place: str, needed: int, lock: TextIO) -> None:

@@ -56,6 +56,18 @@ def keys(spec: str) -> list[tuple[str | None, bytes]]:
     return sorted(found, key=str)
 
 
+def test_without_a_home_directory_the_cache_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache.cache() == tmp_path / "cache"
+    monkeypatch.delenv("SSL_VIT_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(UserError, match="SSL_VIT_CACHE"):
+        cache.cache()
+
+
 @pytest.mark.parametrize(("size", "noted"), [((500, 400), True), ((14, 10), False)])
 def test_large_images_are_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], size: tuple[int, int], noted: bool
