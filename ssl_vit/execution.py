@@ -66,7 +66,7 @@ def _trained(settings: Recipe, accelerator: distributed.Engine, *, quiet: bool) 
         with shared_errors(f"run={run}: cannot start"):
             if accelerator.is_main_process:
                 lock, finished = open_run(run, settings, accelerator, job.data)
-        if distributed.gather(finished)[0]:
+        if distributed.from_main(finished):
             if accelerator.is_main_process and not quiet:
                 print(f"{run} has already finished: nothing to train")
             return run

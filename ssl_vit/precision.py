@@ -34,7 +34,7 @@ def resolve(settings: Recipe, say: Say) -> Recipe:
     # The main process decides: a run directory on its own disk is not there for the others.
     with shared_errors():
         own = run_recipe(settings.run_directory) if is_main_process() else None
-    saved: Precision = distributed.gather(own.training.precision if own else "auto")[0]
+    saved: Precision = distributed.from_main(own.training.precision if own else "auto")
     return with_precision(settings, choose(settings, say) if saved == "auto" else saved)
 
 

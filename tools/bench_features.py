@@ -58,7 +58,7 @@ def main() -> None:
         place, images = Path(folder) / "shards", chosen.images // chosen.rounds
         write_shards(place, max(1, images // PER_SHARD), PER_SHARD, chosen.image_size)
         shards = open_shards(str(place))
-        data = DataConfig(train=str(place), evaluation_resize=1.0, workers=1)
+        data = DataConfig(train=str(place), evaluation_resize=1.0, workers=1, cache_mb=0)
         context = EvalContext(encoder, shards, shards, data, accelerator)
         shape = (context.batch_size, 3, chosen.image_size, chosen.image_size)
         batch = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)

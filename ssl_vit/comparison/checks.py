@@ -191,7 +191,7 @@ def _with_precision(study: Study, say: Say, *, trial: bool, keep: bool) -> Study
         if trial and world_size() > 1:  # launched processes measure together, while the main one holds the lock
             distributed.make_accelerator()
         with FileLock(file.with_name(f".{_PRECISION}.lock")) if keep and is_main_process() else nullcontext():
-            begun = distributed.gather(read_json(file).get("precision") if file.is_file() else None)[0]
+            begun = distributed.from_main(read_json(file).get("precision") if file.is_file() else None)
             chosen: Precision = begun or "fp32"
             if trial and not begun:
                 chosen = precision.choose(next(iter(auto.values())), say)

@@ -167,7 +167,8 @@ def _forward_seconds(recipe: Recipe, shards: ShardSet) -> float:
     encoder = factory.build(recipe.encoder).to(accelerator.device).eval()
     images = np.arange(min(shards.samples, _TIMED_IMAGES))
     batch_size = -(-len(images) // (4 * accelerator.num_processes))
-    context = EvalContext(encoder, shards, shards, recipe.data, accelerator, batch_size=batch_size)
+    data = recipe.data.model_copy(update={"cache_mb": 0})  # of each encoder with reading
+    context = EvalContext(encoder, shards, shards, data, accelerator, batch_size=batch_size)
     times: list[float] = []
 
     def forward(batch: Batch) -> torch.Tensor:

@@ -81,7 +81,7 @@ def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checke
     with distributed.shared_errors():
         if is_main_process():
             _write_plan(checked, command)
-    missing = distributed.gather(checked.missing)[0]
+    missing = distributed.from_main(checked.missing)
     say(f"{c.name}: {len(plan.tasks)} tasks, {len(plan.tasks) - len(missing)} of them done before")
     for task in reversed(plan.tasks):  # each comes after the ones it needs
         wanted |= set(task.after) if task.id in wanted else set()
@@ -92,7 +92,7 @@ def _run_tasks(study: Study, only: str | None, command: str, say: Say) -> Checke
     except (UserError, RunError) as error:
         error.args = (f"{error}\n`ssl-vit report {plan.run}` reports what is done",)
         raise
-    lost = distributed.gather([path_of(plan, task) for task in tasks if not is_done(plan, task)])[0]
+    lost = distributed.from_main([path_of(plan, task) for task in tasks if not is_done(plan, task)])
     if lost:
         what = "another command replaced it" if lost[0].is_file() else "not there, although its task has finished"
         raise RunError(f"{lost[0]}: {what}; workers must share run={plan.run}, and commands with other keys must not")

@@ -54,7 +54,7 @@ def do(plan: Plan, task: TaskRecord) -> None:
     path = path_of(plan, task)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _one_job(path.with_name(f".{task.id}.lock")):
-        if not distributed.gather(is_done(plan, task))[0]:
+        if not distributed.from_main(is_done(plan, task)):
             start = time.perf_counter()
             with out_of_memory(lambda: "lower jobs"):
                 rows, about = _run(plan, task)
@@ -84,7 +84,7 @@ def _one_job(path: Path) -> Iterator[None]:
         return True
 
     waiting = False
-    while not distributed.gather(is_main_process() and locked())[0]:  # one long wait would make the others give up
+    while not distributed.from_main(is_main_process() and locked()):  # one long wait would make the others give up
         if is_main_process() and not waiting:
             print(f"another process is running this task: waiting (if there is none, delete {path})", file=sys.stderr)
         waiting = True

@@ -21,9 +21,9 @@ PREFETCH = 2  # chunks that each loader worker makes ahead
 
 
 class EvaluationStream:
-    """The images of a shard set, prepared as for evaluation: every sample exactly once over all ranks, in index order;
-    all ranks get the same number of equal batches. With loader workers, each reads its own part of the rank's images:
-    their batches take turns.
+    """The images of a shard set, prepared as for evaluation: every sample exactly once over all ranks, and the same
+    number of equal batches on each. A rank's batches are in index order; with several loader workers those of each
+    worker are, and the workers take turns.
 
     data: how images are prepared, and with how many workers.
     batch_size: most images per rank and batch.
@@ -74,7 +74,7 @@ class EvaluationStream:
         return stacked([], self.batch_size, self.preprocess)
 
     def chunks(self, worker: int) -> Iterator[Chunk]:
-        # Consecutive batches, so that no two workers read a shard whole, or download it, for different batches.
+        # Consecutive batches, so that few shards are read, or downloaded, by several workers.
         first, last = (number * self.batches // max(self.workers, 1) for number in (worker, worker + 1))
         batches = [self.own[n * self.batch_size : (n + 1) * self.batch_size] for n in range(first, last)]
         samples = self.samples(np.concatenate(batches) if batches else np.empty(0, dtype=np.int64))
@@ -120,6 +120,8 @@ def _chunks(stream: EvaluationStream) -> Iterator[Chunk]:
             # A worker will overwrite its tensors.
             tensors = {name: tensor.clone() if stream.workers else tensor for name, tensor in chunk.tensors.items()}
             chunks.append(replace(chunk, tensors=tensors))
+        else:
+            chunks.clear()
         yield chunk
     if size <= stream.cache_bytes:
         while _kept and size + sum(_bytes(chunk) for kept in _kept.values() for chunk in kept) > stream.cache_bytes:

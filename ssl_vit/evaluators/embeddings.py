@@ -15,7 +15,7 @@ from ssl_vit.evaluators.features import EvalContext, ImageSet, extract
 from ssl_vit.files import atomic_file
 from ssl_vit.interfaces import Batch, printable, without_credentials
 from ssl_vit.models import Pooling
-from ssl_vit.training.distributed import gather, others_watched
+from ssl_vit.training.distributed import from_main, gather, others_watched
 from ssl_vit.training.memory import out_of_memory
 
 
@@ -49,7 +49,7 @@ def embed(
     with others_watched(lambda: "nothing was written"), out_of_memory(lambda: "lower batch_size"):
         features = extract(ImageSet(context, "trained", "all"), read, what="embeddings", needs_labels=False)
         keys = {image: key for keys_of_rank in gather(own_keys) for image, key in keys_of_rank.items()}
-        names = gather(file_names(opened) if accelerator.is_main_process else None)[0]  # reads remote shards again
+        names = from_main(file_names(opened) if accelerator.is_main_process else None)  # reads remote shards again
     columns = {"key": [printable(keys[image]) for image in features.images.tolist()], "label": features.labels}
     frame = pd.DataFrame(columns | {"embedding": list(features.vectors)})
     if names.any():

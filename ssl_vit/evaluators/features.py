@@ -38,7 +38,7 @@ from ssl_vit.training.distributed import Engine
 
 _PIXELS = 32  # longest side of the raw-pixel reference: at most 3,072 numbers per image
 _FORMAT = 3
-_MOST_CACHED = 2**32  # bytes of one file: ImageNet's features fit; all patch tokens of many images fill the disk
+_MOST_CACHED = 2**32  # bytes of one file: ViT-B's features of ImageNet fit; many images' patch tokens fill a disk
 
 
 @dataclass
@@ -85,8 +85,7 @@ class EvalContext:
     @property
     def classes(self) -> int:
         """How many classes the shards name; where neither set names any, as many as the training labels say."""
-        named = max(len(self.train.classes or ()), len(self.test.classes or ()))
-        return named or int(self.train_labels.max()) + 1
+        return max(len(self.train.classes or ()), len(self.test.classes or ())) or int(self.train_labels.max()) + 1
 
     def progress(self, what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
         """See `progress_bar`."""
@@ -256,7 +255,7 @@ def _cached(images: ImageSet, wanted: FeatureConfig) -> Features:
     encoder: Encoder = getattr(context, images.source)
     path = context.cache / f"{_content(images, encoder, wanted)}.safetensors" if context.cache else None
     main, before = context.accelerator.is_main_process, len(context.skipped)
-    cached = distributed.gather(_load(path) if path and main else None)[0]
+    cached = distributed.from_main(_load(path) if path and main else None)
     if cached is None:
         if wanted.image_size:
             encoder = at_size(encoder, wanted.image_size, wanted.position_resampling)

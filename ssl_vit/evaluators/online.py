@@ -93,7 +93,7 @@ class OnlineProbe(Callback):
         step = trainer.progress.step
         trainer.share_buffers()
         with trainer.interruptible(), trainer.published():  # in this order: the weights that train are saved
-            value = distributed.gather(self.accuracy(trainer.objective))[0]  # processors may differ in the last bit
+            value = distributed.from_main(self.accuracy(trainer.objective))  # processors may differ in the last bit
         trainer.model.train()
         trainer.progress.seconds += time.perf_counter() - trainer.window.start  # since the last log line
         self.since_best = 0 if value > self.best else self.since_best + 1

@@ -38,7 +38,7 @@ class Parts:
     def __call__(self, name: str, run: Callable[[], Part]) -> Part:
         """The stored part of this name, or what `run` returns. All processes call this together."""
         path = self.folder / f"{name.replace('%', ' percent')}.json" if self.folder else None
-        stored = distributed.gather(finished(path, self.depends_on) if path and is_main_process() else None)[0]
+        stored = distributed.from_main(finished(path, self.depends_on) if path and is_main_process() else None)
         skips = self.context.skipped
         if stored:
             rows, about = stored

@@ -95,7 +95,7 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
                 shutil.rmtree(broken, ignore_errors=True)  # of an earlier break at this step
                 folder.rename(broken)
                 notes.append(f"{folder} is broken ({broken_by}) and was renamed to {broken.name}")
-    return distributed.gather((intact, notes))[0]
+    return distributed.from_main((intact, notes))
 
 
 def defect(folder: Path) -> str | None:

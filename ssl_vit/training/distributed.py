@@ -223,6 +223,14 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def from_main(value: Any) -> Any:
+    """The main process's value, on every process."""
+    values = [value]
+    if several():
+        dist.broadcast_object_list(values, src=0, group=_group)
+    return values[0]
+
+
 def largest(value: int) -> int:
     """The largest of the processes' numbers; cheap enough for every step."""
     if not several():

@@ -15,6 +15,7 @@ from ssl_vit.cli import app
 from ssl_vit.comparison import dry_run as module
 from ssl_vit.comparison.config import load_comparison
 from ssl_vit.comparison.dry_run import dry_run_comparison
+from ssl_vit.data import evaluation
 from ssl_vit.dry_run import measure
 from ssl_vit.models.vit import ViTEncoder
 
@@ -113,8 +114,10 @@ def test_features_are_timed_in_evaluation_batches(mini: Mini, monkeypatch: pytes
         return torch.zeros(len(images), 4)
 
     monkeypatch.setattr(ViTEncoder, "represent", represent)
+    monkeypatch.setattr(evaluation, "_kept", {})
     study = load_comparison(mini(evaluators={"few_shot": {"labels_per_class": [1]}}))
     found = dry_run_comparison(study)
+    assert not evaluation._kept, "else the next encoder would be timed without reading"
     assert sizes
     assert len(sizes) % 4 == 0
     assert max(sizes) <= module._TIMED_IMAGES // 4

@@ -48,6 +48,17 @@ def test_only_the_images_that_are_asked_for_are_read(context: EvalContext, read:
     np.testing.assert_allclose(few.vectors, whole.vectors[some], rtol=1e-5, atol=1e-6)
 
 
+def test_features_are_in_the_order_of_the_images_with_several_workers(context: EvalContext) -> None:
+    context.data, context.batch_size = context.data.model_copy(update={"cache_mb": 0}), 16
+    alone = ImageSet(context, "pixels", "train").features(FeatureConfig())
+    context.features.clear()
+    context.data = context.data.model_copy(update={"workers": 3})
+    shared = ImageSet(context, "pixels", "train").features(FeatureConfig())
+    assert shared.images.tolist() == list(range(context.train.samples))
+    np.testing.assert_array_equal(shared.vectors, alone.vectors)
+    np.testing.assert_array_equal(shared.labels, context.train_labels)
+
+
 def test_small_sets_are_decoded_once_for_all_encoders(
     context: EvalContext, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
