@@ -123,6 +123,17 @@ def test_lejepas_recipe_has_the_settings_of_its_example() -> None:
     assert 16 <= objective["projection"] <= 128 and lejepa.encoder.name == "vit_small_patch16_224"
 
 
+def test_the_small_baseline_has_big_visions_settings() -> None:
+    recipe = recipes.load_recipe("supervised_vit_small")
+    assert (recipe.training.epochs, recipe.training.batch_size) == (90, 1024)
+    expected = {"lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 10_000, "schedule": "cosine", "clip_norm": 1.0}
+    assert recipe.optim.model_dump().items() >= expected.items()
+    encoder, augment = recipe.encoder, recipe.data.augment
+    assert (encoder.name, encoder.class_token, encoder.positions) == ("vit_small_patch16_224", False, "sincos2d")
+    assert recipe.objective.model_dump().items() >= {"mixup": 0.2, "pooling": "mean", "head": "linear"}.items()
+    assert (augment.crop, augment.rand_augment) == ("inception", "rand-m10-n2")
+
+
 def test_the_walk_throughs_vit_has_its_size() -> None:
     """Embedding 784 + 16, two blocks of 3,280, the last norm and the head of 10 classes; class token and positions."""
     recipe = recipes.load_recipe("mnist_seed")
@@ -198,6 +209,11 @@ def test_the_papers_stages_train(size: str, keys: list[str], one_step: Callable[
     one_step(f"supervised_vit_{size}", *keys)
     one_step(f"supervised_vit_{size}_21k", *keys)
     one_step(f"fine_tune_vit_{size}", f"init_from={pretrained}", *keys)
+
+
+@pytest.mark.slow
+def test_the_small_baseline_trains(one_step: Callable[..., Path]) -> None:
+    one_step("supervised_vit_small")
 
 
 def write(path: Path, text: str) -> Path:

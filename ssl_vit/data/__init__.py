@@ -49,6 +49,8 @@ class AugmentConfig(Config):
     grayscale: probability of random grayscale, as in SimCLR and LeJEPA.
     blur: probability of a Gaussian blur (7x7 pixels, standard deviation drawn from 0.1 to 2), as in LeJEPA.
     solarize: probability of solarization (threshold 128), as in BYOL and LeJEPA.
+    rand_augment: timm's RandAugment of each crop, on the host, such as rand-m9-mstd0.5-inc1 (MAE's fine-tuning) or
+        rand-m10-n2 (None: none). For gray and RGB images.
     reduced_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size if the inception crop is at least that many times as
         large as the image that the network reads; off, every pixel is exactly torchvision's.
     """
@@ -66,6 +68,7 @@ class AugmentConfig(Config):
     grayscale: float = Field(0.0, ge=0, le=1)
     blur: float = Field(0.0, ge=0, le=1)
     solarize: float = Field(0.0, ge=0, le=1)
+    rand_augment: str | None = None
     reduced_decode: bool = True
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ tensors. Flip, color augmentation (`augment.py`) and normalization run on the de
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -107,12 +108,52 @@ class InceptionCrop:
         return F.interpolate(single, self.size, mode="bilinear", antialias=True)[0]
 
 
+class RandAugment:
+    """timm's RandAugment after a crop, with the settings of timm's training script (as in MAE): bicubic, filled with
+    ImageNet's mean color."""
+
+    def __init__(self, config: str, crop: Transform, size: tuple[int, int]) -> None:
+        from timm.data import IMAGENET_DEFAULT_MEAN, rand_augment_transform  # takes a second to import
+
+        color = tuple(round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN)
+        settings = {
+            "translate_const": int(0.45 * min(size)),
+            "img_mean": color,
+            "interpolation": Image.Resampling.BICUBIC,
+        }
+        try:
+            self.augment = rand_augment_transform(config, settings)
+        except (AssertionError, ValueError, KeyError) as error:
+            wrong = f"data.augment.rand_augment={config}: timm cannot read it ({error!r})"
+            raise UserError(f"{wrong}; write it as rand-m9-mstd0.5-inc1") from None
+        self.crop, self.least = crop, getattr(crop, "least", None)
+
+    def __call__(self, picture: Picture) -> torch.Tensor:
+        image = self.crop(picture)
+        channels = len(image)
+        if channels == 4:
+            raise UserError("data.augment.rand_augment: not for RGBA images; set encoder.channels=3 or remove it")
+        states, seed = (random.getstate(), np.random.get_state()), int(torch.randint(2**32, ()))
+        try:  # timm draws from the generators of Python and NumPy
+            random.seed(seed)
+            np.random.seed(seed)
+            changed = self.augment(v2.functional.to_pil_image(image.expand(3, -1, -1)))
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+        return v2.functional.pil_to_tensor(changed)[:channels]
+
+
 def train_transform(image_size: Size, augment: AugmentConfig) -> Transform:
     """A picture of any size -> uint8 (C, *image_size), random by torch's default CPU generator.
 
     image_size: pixels, a square's side or (height, width). The inception crop resizes bilinearly with antialiasing.
     """
-    size = pair(image_size)
+    crop = _crop(pair(image_size), augment)
+    return RandAugment(augment.rand_augment, crop, pair(image_size)) if augment.rand_augment else crop
+
+
+def _crop(size: tuple[int, int], augment: AugmentConfig) -> Transform:
     if augment.crop == "inception":
         return InceptionCrop(size, augment.scale, augment.ratio, augment.reduced_decode)
     cover = partial(_cover, size=size)

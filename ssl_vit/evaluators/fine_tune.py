@@ -32,7 +32,7 @@ class Config(TrainedConfig, LabeledConfig):
 
     protocol: selects the defaults of the other keys. `paper`: those shown. `mae`: those of MAE for ViT-B (AdamW at 5e-4
         per 256 images, weight decay 0.05, layer decay 0.65, 100 epochs, batch size 1,024, mixup, CutMix, label
-        smoothing, drop path 0.1), without a sweep. Differences from MAE: no RandAugment or random erasing, decay to 0
+        smoothing, drop path 0.1, RandAugment), without a sweep. Differences from MAE: no random erasing, decay to 0
         instead of 1e-6, layer norm before pooling; `sincos2d` positions stay fixed. Training from scratch has no layer
         decay. Test images are prepared as `data.evaluation_resize` of the run says; the paper's authors do not crop
         them.
@@ -61,7 +61,7 @@ class Config(TrainedConfig, LabeledConfig):
             "training": {"epochs": 100, "batch_size": 1024, "auto_batch": True},
             "warmup_epochs": 5,
             "head": {"head": "linear", "pooling": "mean", "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1},
-            "augment": {"scale": (0.08, 1.0)},
+            "augment": {"scale": (0.08, 1.0), "rand_augment": "rand-m9-mstd0.5-inc1"},
             "drop_path": 0.1,
         },
     }

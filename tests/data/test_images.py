@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from PIL import Image
+from timm.data import rand_augment_transform
 from torchvision import transforms
 from torchvision.transforms import v2
 
 from ssl_vit.data import AugmentConfig, DataConfig
 from ssl_vit.data import images as ours
 from ssl_vit.data.images import Pixels
-from ssl_vit.interfaces import BadSample
+from ssl_vit.interfaces import BadSample, UserError
 from tests.tars import encoded
 
 SIZES = [(64, 64), (80, 64), (64, 95), (37, 200), (20, 24), (224, 224)]
@@ -147,3 +149,41 @@ def test_damaged_exif_loses_no_image(kind: str) -> None:
     tags = struct.pack("<HHIHHHHII", 0x0112, 3, 1, 6, 0, 0x0132, 5, 1, 38) + struct.pack("<III", 0, 1, 2)
     damaged = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags
     assert torch.equal(pixels(exif=damaged), pixels().mT.flip(-1))
+
+
+def test_rand_augment_is_timms_on_the_crop_and_leaves_the_generators_alone() -> None:
+    pixels, text = image(90, 70), "rand-m9-mstd0.5-inc1"
+    settings = {"translate_const": 28, "img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+    theirs = rand_augment_transform(text, settings)
+    ours_, crop = (train_transform(64, AugmentConfig(rand_augment=name)) for name in (text, None))
+    changed = 0
+    for seed in range(12):
+        torch.manual_seed(seed)
+        cropped, drawn = crop(pixels), int(torch.randint(2**32, ()))
+        random.seed(drawn)
+        np.random.seed(drawn)
+        expected = v2.functional.pil_to_tensor(theirs(v2.functional.to_pil_image(cropped)))
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(seed)
+        found = ours_(pixels)
+        assert torch.equal(found, expected)
+        changed += not torch.equal(found, cropped)
+        assert (random.random(), np.random.random()) == pytest.approx((0.2379646, 0.5507979))
+    assert changed > 6
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_rand_augment_keeps_the_shape(channels: int) -> None:
+    transform = train_transform(32, AugmentConfig(rand_augment="rand-m10-n2"))
+    for _ in range(20):
+        found = transform(image(40, 40, channels))
+        assert found.shape == (channels, 32, 32) and found.dtype == torch.uint8
+
+
+def test_rand_augment_refuses_what_it_cannot_do() -> None:
+    for text in ("augmix-m3", "rand-mx9", "rand-q7"):
+        with pytest.raises(UserError, match=rf"rand_augment={text}.*rand-m9-mstd0\.5-inc1"):
+            train_transform(32, AugmentConfig(rand_augment=text))
+    with pytest.raises(UserError, match="RGBA"):
+        train_transform(32, AugmentConfig(rand_augment="rand-m9"))(image(40, 40, 4))
