@@ -64,6 +64,8 @@ def evaluate(
 
     if as_json and per_class:
         raise UserError("--json and --per-class are mutually exclusive")
+    if real_labels and (suite or len(data or []) > 1):
+        raise UserError("--real-labels has the labels of one test set; leave out --suite and name one --data")
     config = plugins.load("evaluators", evaluator).Config  # the command line is checked before the data
     run, real_labels = expanded(run), expanded(real_labels) if real_labels else None
     factory.find_weights(run)

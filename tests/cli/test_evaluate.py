@@ -175,6 +175,8 @@ def test_per_class_accuracies_are_those_of_the_predictions(trained: Path, evalua
         (["--data", "a", "--data", "b", "--test", "c"], "--test goes with one --data"),
         (["--data", "nowhere"], "nowhere: no such file or folder in "),
         (["--per-class", "--json"], "are mutually exclusive"),
+        (["--real-labels", "real.json", "--suite", "transfer"], "leave out --suite"),
+        (["--real-labels", "real.json", "--data", "a", "--data", "b"], "one --data"),
     ],
 )
 def test_wrong_data_is_named(evaluate: Call, arguments: list[str], expected: str) -> None:
