@@ -100,6 +100,8 @@ def test_finished_work_stays_finished() -> None:
     """Where these change, the comparisons that users have finished train everything again."""
     found = prints(plan_of())
     assert (found["pretrain-ssl-0"], found["few_shot-ssl-0"]) == ("31aff3846a1bcb75", "29430d0ea85684dd")
+    augmented = prints(plan_of("arms.ssl.overrides=[data.augment.rand_augment=rand-m9]"))
+    assert {"pretrain-ssl-0", "few_shot-ssl-0"} <= set(changed(found, augmented))
 
 
 def test_seeds_use_the_pretrainings_in_turn() -> None:
