@@ -18,7 +18,6 @@ from ssl_vit.training import checkpoint
 _FORMAT = 5  # of the results of tasks
 # Keys of an evaluator's training that change no result; batch norm, mixup and CutMix see one micro-batch at a time.
 _MICRO_BATCH = ("training.accumulate", "training.auto_batch")
-_ADDED = "augment.rand_augment"  # null changes nothing: work that was finished before this key existed stays finished
 _NO_RESULT = [key for key in runs.MAY_CHANGE if key.startswith("training.") and key not in _MICRO_BATCH]
 
 
@@ -66,8 +65,7 @@ def _origin(design: Design, task: TaskRecord) -> list[Any]:
 def _learned(settings: dict[str, Any], ignored: Iterable[str]) -> dict[str, Any]:
     """Settings by dotted key, without the ignored ones and those below them."""
     without = tuple(f"{key}." for key in ignored)
-    kept = {key: value for key, value in flatten(settings).items() if not f"{key}.".startswith(without)}
-    return {key: value for key, value in kept.items() if value is not None or not key.endswith(_ADDED)}
+    return {key: value for key, value in flatten(settings).items() if not f"{key}.".startswith(without)}
 
 
 def _checksum(design: Design, path: Path) -> str:

@@ -68,7 +68,8 @@ class AugmentConfig(Config):
     grayscale: float = Field(0.0, ge=0, le=1)
     blur: float = Field(0.0, ge=0, le=1)
     solarize: float = Field(0.0, ge=0, le=1)
-    rand_augment: str | None = None
+    # Not saved as null: work that was finished before this key existed stays finished.
+    rand_augment: str | None = Field(None, exclude_if=lambda value: value is None)
     reduced_decode: bool = True
 
     @model_validator(mode="after")
@@ -143,8 +144,8 @@ class DataConfig(Config):
     workers: loader processes of each training process; 0 decodes in the training process.
     worker_timeout: seconds after which a worker that has not delivered its part of a step counts as stuck (0: never).
     cache_mb: decoded images kept in memory by each loader process (MiB), so that small sets are decoded once
-        (not JPEGs that may be decoded at a reduced size, see `augment.reduced_decode`); each training process keeps as
-        many of those that it evaluates on.
+        (not JPEGs that may be decoded at a reduced size, see `augment.reduced_decode`);
+        evaluation keeps as much in each process.
     max_pixels: an image with more, by its header, is a bad sample and not decoded. Packing skips those with more than
         the default, unless it scales them down.
     on_bad_sample: `skip` counts, reports and continues; `fail` stops at the first, naming shard and key; in
