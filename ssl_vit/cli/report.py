@@ -71,7 +71,8 @@ def recipes() -> None:
             command = "" if family == "suites" else f"{_command(path):8s}"
             line, indent = f"{name:{column}s} {command}{about}", " " * (column + 1 + len(command))
             print(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
-    print(f"\nfiles: {recipe_files.recipes_folder()} (those for `accelerate launch`, Slurm and others in launch/)")
+    folder = recipe_files.recipes_folder()
+    print(f"\nfiles: {folder}\nfiles for launchers (Accelerate, Slurm, Kubernetes): {folder / 'launch'}")
 
 
 def _command(path: Path) -> str:

@@ -132,7 +132,7 @@ class RandAugment:
         image = self.crop(picture)
         channels = len(image)
         if channels == 4:
-            raise UserError("data.augment.rand_augment: not for RGBA images; set encoder.channels=3 or remove it")
+            raise UserError("data.augment.rand_augment: not for RGBA images; set it to null, or encoder.channels=3")
         states, seed = (random.getstate(), np.random.get_state()), int(torch.randint(2**32, ()))
         try:  # timm draws from the generators of Python and NumPy
             random.seed(seed)

@@ -30,8 +30,8 @@ _TOLERANCE = 1e-6  # of the gradient; scikit-learn's default of 1e-4 stops where
 
 
 class Config(FeatureConfig, LabeledConfig, TrainedConfig):
-    """method: `exact`: logistic regression on frozen features, on the CPU; the sweep selects `c`. It takes hours for
-        ImageNet's 1.28 million images. `lars`: MAE's linear probe, trained with LARS on augmented images, also on a
+    """method: `exact`: logistic regression on frozen features, on the CPU; the sweep selects `c`. It is slow for
+        hundreds of thousands of images. `lars`: MAE's linear probe, trained with LARS on augmented images, also on a
         GPU, without a sweep by default. Only `lars` takes `optim`, `training`, `head`, `augment`, `warmup_epochs` and
         `lanes`; it does not support `block`, `pooling=both` or raw pixels. With it, set `pooling` (MAE: token), not
         `head.pooling`; the batch size is at most the number of labeled images. Its batch norm sees the images of one
