@@ -1,0 +1,146 @@
+"""The headlines of all comparisons whose report is kept: their number by outcome, a table, and a picture.
+
+    python tools/headlines.py [PICTURE.png]
+
+Reads the verdict of each report that a recipe in `recipes/` names in its header. The picture has those with the same
+compute in both arms.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+DATA = {"cifar10": "CIFAR-10", "tiny_imagenet": "photographs"}
+EQUAL = {
+    "training from scratch with the compute of pretraining": "minus scratch with the same compute",
+    "supervised pretraining": "minus supervised pretraining with the same compute",
+}
+OUTCOMES = {"better": "tab:green", "worse": "tab:red", "equivalent": "tab:blue", "undecided": "tab:gray"}
+SENTENCE = re.compile(
+    r"^(?:Undecided between )?(?P<ours>.+?) (?:is (?P<outcome>better|worse) than|and) "
+    r"(?P<theirs>.+?)(?: \([^)]*\))?(?P<equivalent> are equivalent within .*?)?: "
+    r"(?P<points>[-+]\d+\.\d) ± (?P<half>\d+\.\d) points of test accuracy \([^)]*\),? "
+    r"(?:with|the mean over) (?P<labels>.+?)(?: labels(?: per class)?)? \(",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The verdict of one report: a difference in points of test accuracy with the half-width of its 95% interval."""
+
+    report: str
+    data: str
+    arm: str
+    baseline: str
+    labels: str
+    points: float
+    half: float
+    outcome: str
+    cutmix: bool  # whether the settings of fine-tuning name CutMix
+
+    @property
+    def text(self) -> str:
+        return f"{self.arm}; {self.data}, {self.labels} labels"
+
+
+def headline(recipe: Path) -> Headline | None:
+    """The headline of the first report that a recipe's header names; None where it names none."""
+    header = re.sub(r"\n# ?", " ", recipe.read_text())
+    name = re.search(rf"Score \(measured, recipes/results/({recipe.stem}(?:-\w+)?)\.md", header)
+    if name is None:
+        return None
+    report = (RECIPES / "results" / f"{name[1]}.md").read_text()
+    if not (found := SENTENCE.search(report)):
+        return None
+    cell = f"{found['points']} ± {found['half']}"
+    arm = re.search(rf"^\| ([^|]+?) minus [^|]+ \| {re.escape(cell)} \|$", report, re.MULTILINE)  # with its length
+    outcome = found["outcome"] or ("equivalent" if found["equivalent"] else "undecided")
+    return Headline(
+        name[1],
+        DATA.get(recipe.parent.name, recipe.parent.name),
+        arm[1] if arm else found["ours"],
+        found["theirs"],
+        found["labels"].replace("1000", "1,000"),
+        float(found["points"]),
+        float(found["half"]),
+        outcome,
+        "head.cutmix" in report,
+    )
+
+
+def headlines() -> list[Headline]:
+    """Those of all recipes, by baseline, method, data and number of labels."""
+    found = [known for path in sorted(RECIPES.glob("*/*.yaml")) if (known := headline(path))]
+
+    def order(each: Headline) -> tuple[str, str, str, int, str]:
+        labels = re.sub(r"\D", "", each.labels.split(" ")[-1])
+        return each.baseline, each.arm.split(",")[0].upper(), each.data, int(labels or 10**9), each.arm
+
+    return sorted(found, key=order)
+
+
+def counts(of: list[Headline]) -> str:
+    """Such as "3 headlines: 2 better, 0 worse, 1 equivalent, 0 undecided"."""
+    number = Counter(each.outcome for each in of)
+    return f"{len(of)} headlines: " + ", ".join(f"{number[outcome]} {outcome}" for outcome in OUTCOMES)
+
+
+def listing(found: list[Headline]) -> str:
+    """Counts and rows by baseline, as text."""
+    lines = []
+    for baseline in dict.fromkeys(each.baseline for each in found):
+        group = [each for each in found if each.baseline == baseline]
+        lines.append(f"minus {baseline}, {counts(group)}")
+        if baseline in EQUAL:
+            for word, chosen in (("with", True), ("without", False)):
+                lines.append(f"  {word} CutMix, {counts([each for each in group if each.cutmix == chosen])}")
+        for each in group:
+            lines.append(f"  {each.points:+5.1f} ± {each.half:.1f}  {each.outcome:10}  {each.text} ({each.report})")
+    return "\n".join(lines)
+
+
+def draw(found: list[Headline], path: Path) -> None:
+    """A row per headline with equal compute: the difference and its interval, in color by outcome."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    groups = [[each for each in found if each.baseline == baseline] for baseline in EQUAL]
+    rows = [len(group) for group in groups]
+    figure = Figure(figsize=(8, 0.17 * sum(rows) + 1.2), layout="constrained")
+    panels = figure.subplots(len(groups), 1, sharex=True, height_ratios=rows)
+    for axes, title, group in zip(panels, EQUAL.values(), groups, strict=True):
+        for row, each in enumerate(group):
+            color = OUTCOMES[each.outcome]
+            face = color if each.cutmix else "white"
+            axes.errorbar(each.points, -row, xerr=each.half, fmt="o", markersize=4, color=color, mfc=face)
+        axes.axvspan(-1, 1, color="0.93")
+        axes.axvline(0, color="0.6", linewidth=0.8)
+        axes.set_yticks(range(0, -len(group), -1), [each.text for each in group], fontsize=7)
+        axes.set_ylim(-len(group) + 0.4, 0.6)
+        axes.set_title(title, fontsize=9)
+    panels[-1].set_xlabel("points of test accuracy", fontsize=8)
+    figure.legend(
+        [Line2D([], [], marker="o", linestyle="", color=color) for color in OUTCOMES.values()],
+        list(OUTCOMES),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8,
+    )
+    figure.savefig(path, dpi=110, metadata={"Description": listing(found)})
+
+
+def main() -> None:
+    found = headlines()
+    print(listing(found))
+    if len(sys.argv) > 1:
+        draw(found, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
