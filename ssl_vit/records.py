@@ -60,8 +60,8 @@ class SweepRecord(Config):
     source: what was trained: `trained`, `untrained` or `pixels`. labels_per_class: the label budget.
     """
 
-    candidates: tuple[dict[str, bool | float | int | str], ...]
-    best: dict[str, bool | float | int | str]
+    candidates: tuple[dict[str, bool | float | int | str | None], ...]
+    best: dict[str, bool | float | int | str | None]
     cost: Cost = Cost()
     labels: int = 0
     held_out: int = 0

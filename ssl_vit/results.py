@@ -27,7 +27,7 @@ from ssl_vit.files import atomic_file, read_arrays, read_json, sha256, weights_f
 from ssl_vit.interfaces import UserError
 from ssl_vit.records import Cost, EvaluationRecord, TaskResult
 
-Settings = dict[str, bool | float | int | str]  # values by dotted key, such as {"optim.lr": 0.003}
+Settings = dict[str, bool | float | int | str | None]  # values by dotted key, such as {"optim.lr": 0.003}
 
 FORMAT = 1
 RESULTS = "results"  # the folder beside weights with what evaluators measured of them

@@ -65,9 +65,9 @@ class SweepConfig(Config):
             return value
         swept = {key: several(values) for key, values in recipe.flatten(value).items() if key}
         for key, values in swept.items():
-            if not all(isinstance(value, int | float | str) for value in values):
-                raise ValueError(f"sweep.{key}: give numbers or strings to try, such as [0.1, 0.2]")
-        return {key: tuple(sorted(values, key=lambda v: (isinstance(v, str), v))) for key, values in swept.items()}
+            if values == (None,) or not all(isinstance(value, int | float | str | None) for value in values):
+                raise ValueError(f"sweep.{key}: give numbers, strings or null to try, such as [0.1, 0.2]")
+        return {key: tuple(sorted(values, key=_null_then_numbers)) for key, values in swept.items()}
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Self:
@@ -95,13 +95,20 @@ class SweepConfig(Config):
         content = self.model_dump() | {"sweep": {}}
         for key, value in settings.items():
             section: Any = content
+            model: object = self
             *path, last = key.split(".")
             for name in path:
                 section = section.get(name) if isinstance(section, dict) else None
-            if not isinstance(section, dict) or last not in section:
+                model = getattr(model, name, None)
+            keys = (*section, *getattr(type(model), "model_fields", ())) if isinstance(section, dict) else ()
+            if last not in keys:  # the dump leaves out some keys that are null
                 raise ValueError(f"sweep.{key}: this evaluator has no such key")
             section[last] = value
         return self.model_validate(content)
+
+
+def _null_then_numbers(value: float | str | None) -> tuple[bool, bool, float | str]:
+    return value is not None, isinstance(value, str), 0 if value is None else value
 
 
 def not_given(sweep: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def select(
                     record = part(f"candidate{index}_part{split}", partial(score, index, kept, held))[1]
                     assert record is not None
                     cost = record.cost
-                    scores[index].append(float(record.candidates[0]["held_out_accuracy"]))
+                    scores[index].append(float(record.candidates[0]["held_out_accuracy"] or 0))
                     fitted.setdefault(index, None)
                 except Diverged as error:
                     reason = first_line(error)
@@ -112,4 +112,5 @@ def halved(candidates: int, splits: int) -> list[int]:
 
 
 def in_words(settings: Settings) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items()) or "the given settings"
+    values = {key: "null" if value is None else value for key, value in settings.items()}
+    return ", ".join(f"{key}={value}" for key, value in values.items()) or "the given settings"

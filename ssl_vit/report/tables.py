@@ -182,14 +182,15 @@ def sweep_table(comparison: Comparison) -> Shown:
         for tried in sweep.candidates:
             settings = {key: value for key, value in tried.items() if not key.startswith("held_out_")}
             best, parts = settings.items() <= sweep.best.items(), tried.get("held_out_parts")
-            accuracy = "diverged" if parts == 0 else f"{100 * float(tried['held_out_accuracy']):.1f}"
+            shown = {key: "null" if value is None else value for key, value in settings.items()}
+            accuracy = "diverged" if parts == 0 else f"{100 * float(tried['held_out_accuracy'] or 0):.1f}"
             rows.append(
                 {
                     "Arm": comparison.label(task.arm),
                     "Data and evaluator": place_title(comparison, EvaluationKey(task.data, task.evaluator)),
                     **({"Fold": str(task.fold)} if comparison.record.folds > 1 else {}),
                     "Labels per class": str(task.labels_per_class),
-                    "Setting": ", ".join(f"{key} {value}" for key, value in settings.items()),
+                    "Setting": ", ".join(f"{key} {value}" for key, value in shown.items()),
                     "Held-out accuracy, %": accuracy + " (best)" * best,
                     "Held-out parts": text(parts),
                 }

@@ -191,7 +191,7 @@ def test_l2_can_be_selected_on_a_part_of_the_shots(array_context: Build) -> None
     one, ten = runner.measure(evaluator, array_context(*digits()), "trained", (1, 10), (0,))
     assert one.selected == {"l2": 10} and "could be held out" in one.notes[0], "the middle one"
     assert ten.selected["l2"] != 1e6 and not ten.notes
-    best = float(ten.selected["l2"])
+    best = float(str(ten.selected["l2"]))
     expected = few_shot_accuracy(*digits()[0], *digits()[1], shots=(10,), seeds=(0,), l2=best)
     assert ten.accuracy == expected[10, 0]
 

@@ -126,6 +126,15 @@ def test_settings_on_top_of_a_protocols_defaults() -> None:
     assert swept.with_settings(swept.candidates[0]).training.total_steps(1024) == 2
 
 
+def test_a_sweep_may_have_null_and_keys_that_are_null() -> None:
+    swept = recipe.validate(fine_tune.Config, recipe.parse_overrides(["sweep.augment.rand_augment=[rand-m9,null]"]))
+    assert swept.augment.rand_augment is None
+    assert [swept.with_settings(one).augment.rand_augment for one in swept.candidates] == [None, "rand-m9"]
+    for wrong in ("augment.other", "augment.flip.x", "augment.model_dump", "candidates.x", "other.lr"):
+        with pytest.raises(UserError, match=f"sweep.{wrong}: this evaluator has no such key"):
+            recipe.validate(fine_tune.Config, {"sweep": {wrong: [1]}})
+
+
 def test_dropout_and_mixup_do_not_depend_on_what_came_before(
     tuned: Tuned, objectives: list[classification.Objective]
 ) -> None:
@@ -230,7 +239,7 @@ def test_training_from_scratch_has_no_layer_decay(trained: Path, monkeypatch: py
 
 
 def test_a_sweep_of_the_layer_decay_is_not_one_of_training_from_scratch(context: EvalContext) -> None:
-    content = {"sweep": {"optim.lr": [0.01, 0.02], "optim.layer_decay": [0.5, 0.9]}, "optim": {"layer_decay": 0.7}}
+    content = {"sweep": {"optim.lr": [0.01, 0.02], "optim.layer_decay": [0.9, None]}, "optim": {"layer_decay": 0.7}}
     content |= {"training": {"steps": 1, "batch_size": 16}, "lanes": 4}
     evaluator = fine_tune.Evaluator(fine_tune.Config.model_validate(content))
     tried = {source: runner.sweep(evaluator, context, source, 5, 0)[0] for source in ("trained", "untrained")}
