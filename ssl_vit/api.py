@@ -154,7 +154,8 @@ def _own_data(model: PathInput | nn.Module, fix: str) -> str:
 
         name, settings = type(model).__name__, loaded.recipe_of(model)
     if settings is None or not isinstance(settings.data.train, str):
-        raise UserError(f"{name}: no recipe, or a recipe with several datasets; {fix}")
+        reason = "no recipe" if settings is None else "data.train of its recipe is a list"
+        raise UserError(f"{name}: {reason}; {fix}")
     if run is None:
         return settings.data.train
     from ssl_vit import runs

@@ -386,6 +386,11 @@ def test_the_own_data_of_a_run_are_the_images_that_it_was_trained_on(
     for call in calls:
         with pytest.raises(UserError, match=r"training data of .*runs/r cannot be read.*data\.train=my_images#train"):
             call()
+    written = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(written.replace("train: my_images#train", "train: [{shards: my_images#train}]"))
+    for call in calls:
+        with pytest.raises(UserError, match=r"runs/r: data\.train of its recipe is a list; name"):
+            call()
 
 
 def test_images_that_cannot_be_packed_are_reported_by_every_command(my_images: Path) -> None:

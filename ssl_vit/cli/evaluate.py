@@ -128,6 +128,7 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
     import pandas as pd
     from rich.console import Console
 
+    from ssl_vit.evaluators.selection import in_words
     from ssl_vit.report.intervals import HALF_WIDTH
     from ssl_vit.report.runs import listed
     from ssl_vit.report.tables import Shown, rich_table
@@ -147,8 +148,8 @@ def _show(evaluations: Sequence[Evaluation], per_class: bool) -> None:
             Console().print(rich_table(Shown(f"{name}: accuracy per class, %", _classes(evaluation, frame))))
         lines = ["mean of the per-class accuracies"] if evaluation.about.metric == "mean_per_class" else []
         for row, labels in zip(evaluation.results, frame["labels"], strict=True):
-            settings = ", ".join(f"{key}={value}" for key, value in row.selected.items())
-            lines += [f"{row.arm}, {labels}, seed {row.seed}: selected {settings}"] if settings else []
+            if row.selected:
+                lines.append(f"{row.arm}, {labels}, seed {row.seed}: selected {in_words(row.selected)}")
             lines += row.notes
         if skipped := evaluation.about.skipped:
             lines.append(f"{len(skipped)} sample(s) could not be used: {listed(skipped)}")
