@@ -1,4 +1,4 @@
-"""The headlines of all comparisons whose report is kept: their number by outcome, a table, and a picture.
+"""The headlines of all comparisons whose report is saved here: their number by outcome, a list, and a picture.
 
     python tools/headlines.py [PICTURE.png]
 
@@ -14,8 +14,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
 RECIPES = Path(__file__).parent.parent / "recipes"
-DATA = {"cifar10": "CIFAR-10", "tiny_imagenet": "photographs"}
+DATA = {"cifar10": "CIFAR-10", "tiny_imagenet": "photographs"}  # else the folder's name
+OTHER_DATA = dict.fromkeys(("photos_mae_cpu", "photos_transfer_cpu"), "Imagenette")  # after pretraining on others
+NO_VERDICT = {"digits_pooling_study"}  # it has no arm that the headline could be about
 EQUAL = {
     "training from scratch with the compute of pretraining": "minus scratch with the same compute",
     "supervised pretraining": "minus supervised pretraining with the same compute",
@@ -42,7 +47,7 @@ class Headline:
     points: float
     half: float
     outcome: str
-    cutmix: bool  # whether the settings of fine-tuning name CutMix
+    cutmix: bool  # whether a sweep of fine-tuning has CutMix, or CutMix is set
 
     @property
     def text(self) -> str:
@@ -56,21 +61,24 @@ def headline(recipe: Path) -> Headline | None:
     if name is None:
         return None
     report = (RECIPES / "results" / f"{name[1]}.md").read_text()
-    if not (found := SENTENCE.search(report)):
+    if recipe.stem in NO_VERDICT:
         return None
-    cell = f"{found['points']} ± {found['half']}"
-    arm = re.search(rf"^\| ([^|]+?) minus [^|]+ \| {re.escape(cell)} \|$", report, re.MULTILINE)  # with its length
+    if not (found := SENTENCE.search(report)):
+        raise ValueError(f"{name[1]}.md: no verdict that this script can read")
+    cell = re.escape(f"{found['points']} ± {found['half']}")
+    theirs = next(word for word in ("scratch", "supervised", "untrained") if word in found["theirs"])
+    arm = re.search(rf"^\| ([^|]+?) minus [^|]*{theirs}[^|]* \| {cell} \|$", report, re.MULTILINE)  # with its length
     outcome = found["outcome"] or ("equivalent" if found["equivalent"] else "undecided")
     return Headline(
         name[1],
-        DATA.get(recipe.parent.name, recipe.parent.name),
+        OTHER_DATA.get(recipe.stem) or DATA.get(recipe.parent.name, recipe.parent.name),
         arm[1] if arm else found["ours"],
         found["theirs"],
         found["labels"].replace("1000", "1,000"),
         float(found["points"]),
         float(found["half"]),
         outcome,
-        "head.cutmix" in report,
+        re.search(r'head\.cutmix(?!": 0\.0)', report) is not None,  # newer reports print the default, 0.0
     )
 
 
@@ -98,21 +106,18 @@ def listing(found: list[Headline]) -> str:
         group = [each for each in found if each.baseline == baseline]
         lines.append(f"minus {baseline}, {counts(group)}")
         if baseline in EQUAL:
-            for word, chosen in (("with", True), ("without", False)):
-                lines.append(f"  {word} CutMix, {counts([each for each in group if each.cutmix == chosen])}")
+            for words, chosen in (("CutMix in a sweep or set", True), ("no CutMix", False)):
+                lines.append(f"  {words}, {counts([each for each in group if each.cutmix == chosen])}")
         for each in group:
             lines.append(f"  {each.points:+5.1f} ± {each.half:.1f}  {each.outcome:10}  {each.text} ({each.report})")
     return "\n".join(lines)
 
 
-def draw(found: list[Headline], path: Path) -> None:
+def draw(found: list[Headline]) -> Figure:
     """A row per headline with equal compute: the difference and its interval, in color by outcome."""
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
     groups = [[each for each in found if each.baseline == baseline] for baseline in EQUAL]
     rows = [len(group) for group in groups]
-    figure = Figure(figsize=(8, 0.17 * sum(rows) + 1.2), layout="constrained")
+    figure = Figure(figsize=(8, 0.17 * sum(rows) + 1.4), layout="constrained")
     panels = figure.subplots(len(groups), 1, sharex=True, height_ratios=rows)
     for axes, title, group in zip(panels, EQUAL.values(), groups, strict=True):
         for row, each in enumerate(group):
@@ -124,22 +129,19 @@ def draw(found: list[Headline], path: Path) -> None:
         axes.set_yticks(range(0, -len(group), -1), [each.text for each in group], fontsize=7)
         axes.set_ylim(-len(group) + 0.4, 0.6)
         axes.set_title(title, fontsize=9)
-    panels[-1].set_xlabel("points of test accuracy", fontsize=8)
-    figure.legend(
-        [Line2D([], [], marker="o", linestyle="", color=color) for color in OUTCOMES.values()],
-        list(OUTCOMES),
-        loc="outside lower center",
-        ncols=4,
-        fontsize=8,
-    )
-    figure.savefig(path, dpi=110, metadata={"Description": listing(found)})
+    panels[-1].set_xlabel("difference in test accuracy, points, with its 95% interval", fontsize=8)
+    colors = [(color, color, outcome) for outcome, color in OUTCOMES.items()]
+    shown = [*colors, ("black", "black", "CutMix in a sweep or set"), ("black", "white", "no CutMix")]
+    circles = [Line2D([], [], marker="o", linestyle="", color=edge, mfc=face) for edge, face, _ in shown]
+    figure.legend(circles, [label for *_, label in shown], loc="outside lower center", ncols=6, fontsize=7)
+    return figure
 
 
 def main() -> None:
     found = headlines()
     print(listing(found))
     if len(sys.argv) > 1:
-        draw(found, Path(sys.argv[1]))
+        draw(found).savefig(sys.argv[1], dpi=110, metadata={"Description": listing(found)})
 
 
 if __name__ == "__main__":
