@@ -371,8 +371,6 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatc
         "photos_masked_patch_cpu",
         "photos_masked_patch_supervised_cpu",
         "photos_methods_repeated_cpu",
-        "cifar10_lejepa_10_labels_cpu",
-        "cifar10_lejepa_1000_labels_cpu",
         "cifar10_lejepa_long_cpu",
         "cifar10_methods_repeated_cpu",
         "cifar10_mae_supervised_10_labels_cpu",
