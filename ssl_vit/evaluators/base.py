@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from ssl_vit import recipe
 from ssl_vit.data import DataConfig
@@ -38,9 +38,10 @@ class LabeledConfig(Config):
 
 class SweepConfig(Config):
     """sweep: values to try by key of this evaluator, `sweep.KEY=[VALUE,VALUE]`; all combinations are scored on held-out
-        labeled images. A sweep replaces the evaluator's default sweep; in a comparison, it is merged key by key with
-        that of the recipe. `KEY=VALUE` sets a key and removes it from the sweep; if the sweep is then empty, the other
-        keys of the default sweep apply. `sweep={}` turns the sweep off.
+        labeled images. null may be among the values, before all numbers. A sweep replaces the evaluator's default
+        sweep; in a comparison, it is merged key by key with that of the recipe. `KEY=VALUE` sets a key and removes it
+        from the sweep; if the sweep is then empty, the other keys of the default sweep apply. `sweep={}` turns the
+        sweep off.
 
     held_out: fraction of each class's images that the selection is scored on.
     held_out_repeats: random held-out parts that the selection averages over; use more if few images are held out.
@@ -63,10 +64,11 @@ class SweepConfig(Config):
     def _dotted(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        swept = {key: several(values) for key, values in recipe.flatten(value).items() if key}
+        given = {key: values for key, values in recipe.flatten(value).items() if key}
+        swept = {key: several(values) for key, values in given.items()}
         for key, values in swept.items():
-            if values == (None,) or not all(isinstance(value, int | float | str | None) for value in values):
-                raise ValueError(f"sweep.{key}: give numbers, strings or null to try, such as [0.1, 0.2]")
+            if given[key] is None or not all(isinstance(value, int | float | str | None) for value in values):
+                raise ValueError(f"sweep.{key}: give numbers or strings to try, such as [0.1, 0.2] or [null, 0.1]")
         return {key: tuple(sorted(values, key=_null_then_numbers)) for key, values in swept.items()}
 
     @model_validator(mode="after")
@@ -80,7 +82,9 @@ class SweepConfig(Config):
                 try:
                     self.with_settings({key: value})
                 except ValidationError as error:
-                    raise ValueError(f"sweep.{key}={value}: {error.errors()[0]['msg']}") from None
+                    raise ValueError(
+                        f"sweep.{key}={'null' if value is None else value}: {error.errors()[0]['msg']}"
+                    ) from None
         return self
 
     @property
@@ -92,19 +96,21 @@ class SweepConfig(Config):
 
     def with_settings(self, settings: Settings) -> Self:
         """The same configuration with these values and without a sweep."""
-        content = self.model_dump() | {"sweep": {}}
+        content = _content(self) | {"sweep": {}}
         for key, value in settings.items():
             section: Any = content
-            model: object = self
             *path, last = key.split(".")
             for name in path:
                 section = section.get(name) if isinstance(section, dict) else None
-                model = getattr(model, name, None)
-            keys = (*section, *getattr(type(model), "model_fields", ())) if isinstance(section, dict) else ()
-            if last not in keys:  # the dump leaves out some keys that are null
+            if not isinstance(section, dict) or last not in section:
                 raise ValueError(f"sweep.{key}: this evaluator has no such key")
             section[last] = value
         return self.model_validate(content)
+
+
+def _content(model: BaseModel) -> dict[str, Any]:
+    """All fields as nested mappings, also those that a dump leaves out while they are null."""
+    return {key: _content(value) if isinstance(value, BaseModel) else value for key, value in model}
 
 
 def _null_then_numbers(value: float | str | None) -> tuple[bool, bool, float | str]:

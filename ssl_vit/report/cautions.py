@@ -121,7 +121,7 @@ def _kept_dropout(comparison: Comparison) -> Iterator[tuple[str, str]]:
                 for arm in arms
                 if key in settings
                 and (settings | arm.own_settings(data, name))[key] is None
-                and key not in swept(comparison, data, name, arm.name)
+                and None in swept(comparison, data, name, arm.name).get(key, (None,))  # one candidate keeps it, or all
             }
             if len(set(kept.values())) > 1:
                 each = ", ".join(f"{label} {text(rate)}" for label, rate in kept.items())
@@ -193,7 +193,7 @@ def _edges(comparison: Comparison, data: str) -> list[str]:
     for sweep, arm in ((sweep, task.arm) for task, sweep in comparison.sweeps if task.data == data):
         for key, best in sweep.best.items():
             values = {value for candidate in sweep.candidates if _is_number(value := candidate.get(key))}
-            if len(values) > 1 and best in (min(values) or None, max(values)):
+            if len(values) > 1 and best is not None and best in (min(values) or None, max(values)):
                 arms_by_setting.setdefault(f"{key} {text(best)}", []).append(comparison.spoken(arm))
     return [f"{setting} ({joined(list(dict.fromkeys(arms)))})" for setting, arms in arms_by_setting.items()]
 

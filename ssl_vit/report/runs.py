@@ -144,7 +144,7 @@ def used(settings: Mapping[str, object]) -> dict[str, object]:
 def text(value: object) -> str:
     """A value as the text of a cell; "–" for None."""
     if isinstance(value, list | tuple):
-        return ", ".join(map(text, value))
+        return ", ".join("null" if each is None else text(each) for each in value)
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 999.95 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.2e}"
     if isinstance(value, Integral) and not isinstance(value, bool):

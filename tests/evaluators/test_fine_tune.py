@@ -130,6 +130,9 @@ def test_a_sweep_may_have_null_and_keys_that_are_null() -> None:
     swept = recipe.validate(fine_tune.Config, recipe.parse_overrides(["sweep.augment.rand_augment=[rand-m9,null]"]))
     assert swept.augment.rand_augment is None
     assert [swept.with_settings(one).augment.rand_augment for one in swept.candidates] == [None, "rand-m9"]
+    kept = recipe.parse_overrides(["protocol=mae", "augment.rand_augment=null", "sweep.optim.lr=[0.1,0.2]"])
+    mae = recipe.validate(fine_tune.Config, kept)
+    assert [mae.with_settings(one).augment.rand_augment for one in mae.candidates] == [None, None], "not the protocol's"
     for wrong in ("augment.other", "augment.flip.x", "augment.model_dump", "candidates.x", "other.lr"):
         with pytest.raises(UserError, match=f"sweep.{wrong}: this evaluator has no such key"):
             recipe.validate(fine_tune.Config, {"sweep": {wrong: [1]}})

@@ -396,7 +396,7 @@ def test_a_selected_value_that_diverges_later_is_named(context: EvalContext) -> 
         ({"right": [1, 1]}, "sweep.right: give different values"),
         ({"right": []}, "sweep.right: give different values"),
         ({"right": [1, "x"]}, "sweep.right=x"),
-        ({"right": [None, 1]}, "sweep.right=None"),
+        ({"right": [None, 1]}, "sweep.right=null"),
         ({"right": None}, "sweep.right: give numbers"),
         ({"right": [[1], [2]]}, "sweep.right: give numbers"),
     ],

@@ -90,8 +90,10 @@ def test_what_holds_for_some_of_several_datasets_names_them() -> None:
 
 
 def test_dropout_that_differs_in_fine_tuning_is_a_caution(folder: Path) -> None:
-    def cautioned(name: str, kept: float | None, sweep: Sequence[str] = (), **own: dict[str, float]) -> bool:
-        settings = {"digits": {"dropout": kept, "drop_path": 0.1, "sweep": dict.fromkeys(sweep, (0.0, 0.1))}}
+    def cautioned(
+        name: str, kept: float | None, sweep: Sequence[str] = (), low: float | None = 0.0, **own: dict[str, float]
+    ) -> bool:
+        settings = {"digits": {"dropout": kept, "drop_path": 0.1, "sweep": dict.fromkeys(sweep, (low, 0.1))}}
         evaluators = {"fine_tune": EVALUATORS["fine_tune"].model_copy(update={"settings": settings})}
         rates = ({"dropout": 0.0, "drop_path": 0.0}, {"dropout": 0.1, "drop_path": 0.1})
         arms = [arm.model_copy(update={"encoder": {"encoder": r}}) for arm, r in zip(ARMS, rates, strict=True)]
@@ -101,6 +103,7 @@ def test_dropout_that_differs_in_fine_tuning_is_a_caution(folder: Path) -> None:
     assert cautioned("kept", None)
     assert not cautioned("set", 0.0)
     assert not cautioned("swept", None, ["dropout"]) and cautioned("another swept", None, ["drop_path"])
+    assert cautioned("kept by a candidate", None, ["dropout"], low=None)
     assert not cautioned("set for one arm", None, fine_tune={"dropout": 0.2})
 
 
@@ -124,6 +127,9 @@ def test_the_smallest_possible_value_is_no_edge(folder: Path) -> None:
     assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": none})
     most = SweepRecord(candidates=candidates, best={"head.mixup": 0.8})
     assert "head.mixup 0.8" in said(folder, two_arms(0.2), sweeps={"ssl": none, "scratch": most})
+    unset = tuple({"drop_path": value, "held_out_accuracy": 0.5} for value in (None, 0.0, 0.1))
+    null = SweepRecord(candidates=unset, best={"drop_path": None})
+    assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": null, "scratch": null})
     both = tuple({"augment.flip": value, "held_out_accuracy": 0.5} for value in (True, False))
     flip = SweepRecord(candidates=both, best={"augment.flip": True})
     assert "edge of the sweep" not in said(folder, two_arms(0.2), sweeps={"ssl": flip, "scratch": flip})
