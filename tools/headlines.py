@@ -26,6 +26,7 @@ EQUAL = {
     "supervised pretraining": "minus supervised pretraining with the same compute",
 }
 OUTCOMES = {"better": "tab:green", "worse": "tab:red", "equivalent": "tab:blue", "undecided": "tab:gray"}
+CUTMIX = re.compile(r'head\.cutmix(?:": |=)(\[[^\]]*\]|[\d.]+)')  # in the settings of all arms, or of one
 SENTENCE = re.compile(
     r"^(?:Undecided between )?(?P<ours>.+?) (?:is (?P<outcome>better|worse) than|and) "
     r"(?P<theirs>.+?)(?: \([^)]*\))?(?P<equivalent> are equivalent within .*?)?: "
@@ -78,7 +79,7 @@ def headline(recipe: Path) -> Headline | None:
         float(found["points"]),
         float(found["half"]),
         outcome,
-        re.search(r'head\.cutmix(?!": 0\.0)', report) is not None,  # newer reports print the default, 0.0
+        any(re.search("[1-9]", values) for values in CUTMIX.findall(report)),
     )
 
 

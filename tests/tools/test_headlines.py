@@ -50,7 +50,9 @@ def test_a_verdict_is_read(
     for settings, cutmix in (
         ('"head.cutmix": 0.0', False),
         ('"head.mixup": 0.2', False),
-        ('"head.cutmix": [0.0]', True),
+        ('"head.cutmix": [0.0]', False),
+        ('"head.cutmix": [0.0, 1.0]', True),
+        ('"head.cutmix": [0.0] ... of scratch alone: fine_tune: sweep.head.cutmix=[1.0]', True),
         ('"head.cutmix": 1.0', True),
     ):
         report.write_text(f"{row}\n\n{sentence}\n\nSettings: {{{settings}}}\n")
