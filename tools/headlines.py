@@ -56,14 +56,13 @@ class Headline:
 
 
 def headline(recipe: Path) -> Headline | None:
-    """The headline of the first report that a recipe's header names; None where it names none."""
+    """The headline of the first report that a recipe's header names; None where there is none. ValueError: a verdict
+    that cannot be read."""
     header = re.sub(r"\n# ?", " ", recipe.read_text())
     name = re.search(rf"Score \(measured, recipes/results/({recipe.stem}(?:-\w+)?)\.md", header)
-    if name is None:
+    if name is None or recipe.stem in NO_VERDICT:
         return None
     report = (RECIPES / "results" / f"{name[1]}.md").read_text()
-    if recipe.stem in NO_VERDICT:
-        return None
     if not (found := SENTENCE.search(report)):
         raise ValueError(f"{name[1]}.md: no verdict that this script can read")
     cell = re.escape(f"{found['points']} ± {found['half']}")
@@ -71,15 +70,15 @@ def headline(recipe: Path) -> Headline | None:
     arm = re.search(rf"^\| ([^|]+?) minus [^|]*{theirs}[^|]* \| {cell} \|$", report, re.MULTILINE)  # with its length
     outcome = found["outcome"] or ("equivalent" if found["equivalent"] else "undecided")
     return Headline(
-        name[1],
-        OTHER_DATA.get(recipe.stem) or DATA.get(recipe.parent.name, recipe.parent.name),
-        arm[1] if arm else found["ours"],
-        found["theirs"],
-        found["labels"].replace("1000", "1,000"),
-        float(found["points"]),
-        float(found["half"]),
-        outcome,
-        any(re.search("[1-9]", values) for values in CUTMIX.findall(report)),
+        report=name[1],
+        data=OTHER_DATA.get(recipe.stem) or DATA.get(recipe.parent.name, recipe.parent.name),
+        arm=arm[1] if arm else found["ours"],
+        baseline=found["theirs"],
+        labels=found["labels"].replace("1000", "1,000"),
+        points=float(found["points"]),
+        half=float(found["half"]),
+        outcome=outcome,
+        cutmix=any(re.search("[1-9]", values) for values in CUTMIX.findall(report)),
     )
 
 

@@ -82,9 +82,8 @@ class SweepConfig(Config):
                 try:
                     self.with_settings({key: value})
                 except ValidationError as error:
-                    raise ValueError(
-                        f"sweep.{key}={'null' if value is None else value}: {error.errors()[0]['msg']}"
-                    ) from None
+                    shown = "null" if value is None else value
+                    raise ValueError(f"sweep.{key}={shown}: {error.errors()[0]['msg']}") from None
         return self
 
     @property

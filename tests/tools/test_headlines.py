@@ -1,4 +1,4 @@
-"""The headlines that the documents count and draw are those of the kept reports."""
+"""The headlines that the documents count and draw are those of the saved reports."""
 
 from __future__ import annotations
 
