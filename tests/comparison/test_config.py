@@ -381,6 +381,7 @@ def test_shipped_comparisons_have_tasks_and_equal_effort_for_all_arms(monkeypatc
         "cifar10_mae_supervised_long_10_labels_cpu",
         "cifar10_mae_supervised_long_1000_labels_cpu",
         "cifar10_mae_rand_augment_cpu",
+        "cifar10_mae_selected_lengths_cpu",
         "cifar10_mae_repeated_10_labels_cpu",
         "cifar10_mae_repeated_100_labels_cpu",
         "cifar10_mae_repeated_1000_labels_cpu",
